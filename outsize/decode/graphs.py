@@ -195,8 +195,6 @@ class _Attend:
         spec: AttendSpec,
     ) -> Tensor:
         assert spec.plain, "what is cached is attended to in order"
-        keys, values = self._cache.layer(spec.layer, k_TGK, v_TGW)
-        keys.put(self._where_T, k_TGK)
-        values.put(self._where_T, v_TGW)
+        keys, values = self._cache.put(self._where_T, k_TGK, v_TGW, spec)
         facts = spec.scale, spec.window, spec.softcap
         return paged.attend(q_THK.contiguous(), keys, values, self._seen, *facts)

@@ -86,8 +86,9 @@ class PagedCache:
     @property
     def tensors(self) -> list[Tensor]:
         """Of the layers that have been used."""
-        pools = (x for some in self._layers.values() for pool in some for x in pool.tensors)
-        return [*pools, *(x for some in self._states.values() for x in some)]
+        pools = (pool for some in self._layers.values() for pool in some if pool.size == pool.row)
+        states = (x for some in self._states.values() for x in some)
+        return [*(x for pool in pools for x in pool.tensors), *states]
 
     @property
     def bytes(self) -> int:
@@ -99,13 +100,28 @@ class PagedCache:
             for state in states:
                 state[slot] = 0
 
-    def layer(self, index: int, k_TGK: Tensor, v_TGW: Tensor) -> tuple[kernel.Pool, kernel.Pool]:
+    def layer(
+        self, index: int, k_TGK: Tensor, v_TGW: Tensor, shared: bool = False
+    ) -> tuple[kernel.Pool, kernel.Pool]:
+        """Pages for such keys and values. shared: as of AttendSpec."""
         if index not in self._layers:
-            keys, values = (
-                kernel.Pool(self._form, self.pages, self.size, x) for x in (k_TGK, v_TGW)
-            )
+            keys = kernel.Pool(self._form, self.pages, self.size, k_TGK)
+            if shared:
+                values = keys.first(v_TGW.shape[2])
+            else:
+                values = kernel.Pool(self._form, self.pages, self.size, v_TGW)
             self._layers[index] = keys, values
         return self._layers[index]
+
+    def put(
+        self, where_T: Tensor, k_TGK: Tensor, v_TGW: Tensor, spec: AttendSpec
+    ) -> tuple[kernel.Pool, kernel.Pool]:
+        """Hold what new tokens leave in a layer at places among those of all its pages."""
+        keys, values = self.layer(spec.layer, k_TGK, v_TGW, spec.shared)
+        keys.put(where_T, k_TGK)
+        if not spec.shared:
+            values.put(where_T, v_TGW)
+        return keys, values
 
     def states(self, layer: int, declared: tuple[StateSpec, ...], device: torch.device) -> Tensors:
         if layer not in self._states:
@@ -169,7 +185,7 @@ class PagedPast:
         """What is attended at once: a slice of a prompt, whose keys and values lie one behind
         another, or parts whose tokens are attended each alone."""
         found, spans = list[tuple[slice, Part | kernel.Seen]](), self.spans()
-        for apart, some in itertools.groupby(spans, lambda one: self._in_tiles(one[0])):
+        for apart, some in itertools.groupby(spans, lambda one: _in_tiles(self.cache, one[0])):
             here = list(some)
             if apart:
                 found += ((slice(*span), part) for part, span in here)
@@ -178,15 +194,17 @@ class PagedPast:
                 found.append((rows, self._seen([part for part, _ in here], rows)))
         return found
 
+    @cached_property
+    def _each(self) -> list[tuple[slice, Part | kernel.Seen]]:
+        """The same where heads are too large for tiles."""
+        every = slice(0, self.bounds[-1])
+        return [(every, self._seen(self.parts, every))]
+
     @property
     def alone(self) -> kernel.Seen | None:
         """What each token sees, where none is attended with others of its prompt."""
         (_, seen), *more = self._runs
         return seen if isinstance(seen, kernel.Seen) and not more else None
-
-    def _in_tiles(self, part: Part) -> bool:
-        lies = not part.start or isinstance(part.pages, range)
-        return self.cache.exact and part.tokens >= tiles.BLOCK and lies
 
     def _seen(self, parts: Sequence[Part], rows: slice) -> kernel.Seen:
         tables, begins = list[int](), list[int]()
@@ -208,18 +226,18 @@ class PagedPast:
     ) -> Tensor:
         assert bounds == self.bounds, "a step's Attend serves the batch it was made for"
         assert spec.plain, "what is cached is attended to in order"
-        keys, values = self.cache.layer(spec.layer, k_TGK, v_TGW)
         where = accelerator.sent(self.where, k_TGK.device)
-        keys.put(where, k_TGK)
-        values.put(where, v_TGW)
-        if self.cache.exact and not any(part.start for part in self.parts):
+        keys, values = self.cache.put(where, k_TGK, v_TGW, spec)
+        tiled, q_THK = tiles.fits(q_THK, k_TGK, v_TGW), q_THK.contiguous()
+        served = kernel.fits(q_THK, keys)
+        whole = self.cache.exact and not any(part.start for part in self.parts)
+        if whole and (tiled or not served):
             return LocalAttend()(q_THK, k_TGK, v_TGW, bounds, spec)  # as training does
-        q_THK = q_THK.contiguous()
-        if not kernel.fits(q_THK, keys, values):
+        if not served:
             outputs = _on_device(self, q_THK, keys, values, spec)
         else:
             facts, outputs = (spec.scale, spec.window, spec.softcap), []
-            for rows, seen in self._runs:
+            for rows, seen in self._runs if tiled else self._each:
                 if isinstance(seen, kernel.Seen):
                     outputs.append(kernel.attend(q_THK[rows], keys, values, seen, *facts))
                     continue
@@ -286,6 +304,12 @@ class PagedPast:
 
     def keep(self, left: Tensors) -> None:
         raise AssertionError("a step of generation asks what its tokens give")
+
+
+def _in_tiles(cache: PagedCache, part: Part) -> bool:
+    """Whether a slice of a prompt is attended as training would."""
+    lies = not part.start or isinstance(part.pages, range)
+    return cache.exact and part.tokens >= tiles.BLOCK and lies
 
 
 def _on_device(

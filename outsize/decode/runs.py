@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from outsize import accelerator
 from outsize.decode.paged import PagedCache, PagedPast
 from outsize.kernels import blocks, native, rows
+from outsize.kernels.attention import WIDTH
 from outsize.kernels.gate import SILU
-from outsize.kernels.pages import EVERY, PAGE, WIDTH
+from outsize.kernels.pages import EVERY, PAGE
 from outsize.kernels.rows import Matrix, matrix
 from outsize.models import norm as norms
 from outsize.models.attention import Attention

@@ -165,7 +165,7 @@ struct Run {
         put(l, k, l.keys, l.key_scales, l.head);
         put(l, v, l.values, l.value_scales, l.value);
         meet();
-        const int64_t sizes[] = {step.page, l.heads, l.groups, l.head, l.value, l.window};
+        const int64_t sizes[] = {step.page, l.heads, l.groups, l.head, l.value, l.window, l.value};
         outsize_pages_attend(step.dtype, l.form, q, l.keys, l.key_scales, l.values, l.value_scales,
                              spare, step.tables, step.begins, step.positions, sizes, count, l.scale,
                              l.softcap, team.count, team.index);

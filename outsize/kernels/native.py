@@ -44,7 +44,7 @@ _SOURCES = tuple(
     Path(__file__).with_name(f"{name}.cpp")
     for name in (
         *("native", "attention", "sparse", "shared", "blockwise", "normal", "codes", "rows"),
-        *("pages", "blocks", "eights"),
+        *("pages", "blocks", "eights", "heads"),
     )
 )
 _HEADERS = tuple(map(Path(__file__).with_name, ("codes.h", "storage.h", "team.h", "tiles.h")))
@@ -81,6 +81,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "decode": (None, (_I, _P, _P, _I)),
     "normal": (None, (_I, _P, _N, _N, _P, c_double, _P, _I)),
     "rows_product": (None, (_I, *[_P] * 3, _N, _I, _I)),
+    "heads_product": (None, (_I, _I, _P, _P, _N, _P, *[_N] * 4, _I)),
     "eights_product": (None, (_I, *[_P] * 3, _N, _I, _I)),
     "pages_attend": (None, (_I, _I, *[_P] * 10, _N, _F, _F, _I, _I)),
     "pages_put": (None, (_I, _I, *[_P] * 4, *[_N] * 3)),

@@ -118,7 +118,7 @@ def plain(
         some, *scales = (x[pages_TP] for x in held)
         if scales:
             some = decoded(some, scales[0], bits, size)
-        return some.to(q_THK.dtype).flatten(1, 2).transpose(1, 2)
+        return some[..., :size].to(q_THK.dtype).flatten(1, 2).transpose(1, 2)
 
     k_TGLK, v_TGLW = gathered(keys, q_THK.shape[-1]), gathered(values, size)
     q_TGRK = q_THK.unflatten(1, (k_TGLK.shape[1], -1))
@@ -145,8 +145,8 @@ def _on_device(
     sizes: Sequence[int],
     facts: Sequence[float],
 ) -> Tensor:
-    """float64 and narrow codes by PyTorch's operators."""
-    if q_THK.dtype is torch.float64 or len(keys) > 1:
+    """float64, narrow codes and latents by PyTorch's operators."""
+    if q_THK.dtype is torch.float64 or len(keys) > 1 or values[0].shape[-1] != sizes[1]:
         return plain(q_THK, keys, values, tables_TP, positions_T, sizes, facts)
     o_THW = _allocate(q_THK, keys, values, tables_TP, positions_T, sizes, facts)
     seen = Sights(tables_TP, positions_T)

@@ -6,7 +6,8 @@
 // a vector and not queries: a step of serving may have a single one.
 //
 // Storage of queries and results is float32 or bfloat16 (dtype 0 or 1), of keys and values that or
-// codes with a scale for each token and head.
+// codes with a scale for each token and head. A value may be the first numbers of its key, and heads
+// may have any size.
 
 #include <algorithm>
 #include <cmath>
@@ -24,6 +25,7 @@ using namespace outsize;
 
 constexpr int TERMS = 128;  // of a head's numbers in one sum, as in attention.cpp
 constexpr int SPAN = 16;    // tokens that share what is read
+constexpr int64_t HEADS = 16;  // query heads of a task: more share their keys with those of others
 
 struct Pages {
     const int64_t* tables;     // pages of each sequence, one behind another
@@ -43,20 +45,20 @@ struct Pages {
 };
 
 // What pages hold of a token's head, as float32: where it lies, if it does so in whole vectors, or
-// read to room for it.
+// read to room for it. row: numbers of a head there, of which these are the first.
 template <class S>
 struct Stored {
     const S* data;
-    int64_t groups, size;
+    int64_t groups, size, row;
 
     const float* lying(int64_t room, int64_t group) const {
         if constexpr (std::is_same<S, float>::value)
-            if (size % LANES == 0) return data + (room * groups + group) * size;
+            if (size % LANES == 0) return data + (room * groups + group) * row;
         return nullptr;
     }
 
     void read(int64_t room, int64_t group, float* __restrict__ to) const {
-        const S* __restrict__ from = data + (room * groups + group) * size;
+        const S* __restrict__ from = data + (room * groups + group) * row;
         for (int64_t d = 0; d < size; ++d) to[d] = wide(from[d]);
     }
 };
@@ -68,14 +70,14 @@ template <int BITS>
 struct Coded {
     const uint8_t* codes;
     const bfloat16* scales;
-    int64_t groups, size;
+    int64_t groups, size, row;
 
     const float* lying(int64_t, int64_t) const { return nullptr; }
 
     void read(int64_t room, int64_t group, float* __restrict__ to) const {
-        const int64_t row = room * groups + group;
-        const uint8_t* __restrict__ from = codes + row * ((size * BITS + 7) / 8);
-        const bfloat16* own = scales + row * ((size + GROUP - 1) / GROUP);
+        const int64_t at = room * groups + group;
+        const uint8_t* __restrict__ from = codes + at * ((row * BITS + 7) / 8);
+        const bfloat16* own = scales + at * ((row + GROUP - 1) / GROUP);
         for (int64_t first = 0; first < size; first += GROUP, ++own) {
             const float scale = wide(*own);
             const int64_t last = std::min(first + GROUP, size);
@@ -90,11 +92,16 @@ struct Coded {
 
 // A tile of keys, turned, and of values; what is kept of the queries of a span.
 struct Space {
-    Buffer tile = buffer(BLOCK * ROW), turned = buffer(int64_t(WIDTH + 16) * BLOCK);
-    Buffer values = buffer(BLOCK * ROW);
+    int row = 0;  // floats of a row of a tile: ROW, or more for larger heads
+    Buffer tile, turned, values;
     std::vector<float> queries, sums, top, total;
 
     void begin(int64_t rows, int64_t key, int64_t value) {
+        const int wide = std::max(WIDTH, rounded(int(std::max(key, value)), LANES)) + 16;
+        if (wide > row) {
+            row = wide;
+            for (Buffer* one : {&tile, &turned, &values}) *one = buffer(int64_t(row) * BLOCK);
+        }
         queries.resize(rows * key);
         sums.assign(rows * value, 0.0f);
         top.assign(rows, NEVER);
@@ -223,28 +230,29 @@ void give(const Pages& p, const Space& space, int64_t row, T* out, int64_t head)
     for (int64_t d = 0; d < p.value; ++d) out[head * p.value + d] = narrow<T>(sums[d] * inverse);
 }
 
-// Tokens [first, first + count) of one sequence, one behind the other, with the queries of a group.
+// Tokens [first, first + count) of one sequence, one behind the other, with `repeat` queries of a
+// group from head `head` on.
 template <class T, class Held>
 void span(const Pages& p, const T* q, const Held& keys, const Held& values, T* out, int64_t first,
-          int64_t count, int64_t group, Space& space) {
-    const int64_t repeat = p.heads / p.groups, wide_value = rounded(int(p.value), LANES);
+          int64_t count, int64_t head, int64_t repeat, Space& space) {
+    const int64_t group = head / (p.heads / p.groups), wide_value = rounded(int(p.value), LANES);
     space.begin(count * repeat, p.key, wide_value);
     const float factor = p.scale * LOG2E;
     for (int64_t t = 0; t < count; ++t)
         for (int64_t d = 0; d < repeat * p.key; ++d)
             space.queries[t * repeat * p.key + d] =
-                wide(q[((first + t) * p.heads + group * repeat) * p.key + d]) * factor;
+                wide(q[((first + t) * p.heads + head) * p.key + d]) * factor;
     const int64_t begin = p.positions[first], end = begin + count;
     const int64_t low = std::max<int64_t>(0, begin - p.window + 1);
     alignas(64) float scores[BLOCK];
     int64_t rooms[BLOCK];
     const float* held[BLOCK];
-    for (int i = 0; i < BLOCK; ++i) held[i] = space.values.get() + i * ROW;
+    for (int i = 0; i < BLOCK; ++i) held[i] = space.values.get() + i * space.row;
     for (int64_t at = low / BLOCK * BLOCK; at < end; at += BLOCK) {
         const int from = int(std::max<int64_t>(0, low - at)), to = int(std::min<int64_t>(BLOCK, end - at));
         p.rooms(first, at + from, at + to, rooms + from);
         for (int i = 0; i < to; ++i) {
-            float *k = space.tile.get() + i * ROW, *v = space.values.get() + i * ROW;
+            float *k = space.tile.get() + i * space.row, *v = space.values.get() + i * space.row;
             const int64_t read = i < from ? 0 : 1;
             std::fill(k + read * p.key, k + rounded(int(p.key), LANES), 0.0f);
             std::fill(v + read * p.value, v + wide_value, 0.0f);
@@ -252,8 +260,8 @@ void span(const Pages& p, const T* q, const Held& keys, const Held& values, T* o
             keys.read(rooms[i], group, k);
             values.read(rooms[i], group, v);
         }
-        if (to % EVEN) std::fill_n(space.tile.get() + to * ROW, rounded(int(p.key), LANES), 0.0f);
-        transpose(space.tile.get(), to, int(p.key), 1.0f, space.turned.get());
+        if (to % EVEN) std::fill_n(space.tile.get() + to * space.row, rounded(int(p.key), LANES), 0.0f);
+        transpose(space.tile.get(), to, int(p.key), 1.0f, space.turned.get(), space.row);
         for (int64_t t = 0; t < count; ++t) {
             const int64_t place = begin + t;
             const int own = int(std::max<int64_t>(0, place - p.window + 1 - at));
@@ -269,7 +277,7 @@ void span(const Pages& p, const T* q, const Held& keys, const Held& values, T* o
     }
     for (int64_t t = 0; t < count; ++t)
         for (int64_t r = 0; r < repeat; ++r)
-            give(p, space, t * repeat + r, out, (first + t) * p.heads + group * repeat + r);
+            give(p, space, t * repeat + r, out, (first + t) * p.heads + head + r);
 }
 
 // The rows of a room as they lie, or read to `spare`, zeros to whole vectors.
@@ -298,8 +306,8 @@ void single(const Pages& p, const T* q, const Held& keys, const Held& values, T*
         const int from = int(std::max<int64_t>(0, low - at)), to = int(std::min<int64_t>(BLOCK, end - at));
         p.rooms(token, at + from, at + to, rooms + from);
         for (int i = from; i < to; ++i) {
-            k[i] = row_of(keys, rooms[i], head, space.tile.get() + i * ROW);
-            v[i] = row_of(values, rooms[i], head, space.values.get() + i * ROW);
+            k[i] = row_of(keys, rooms[i], head, space.tile.get() + i * space.row);
+            v[i] = row_of(values, rooms[i], head, space.values.get() + i * space.row);
             for (int64_t d = 0; d < p.key; d += LINE) __builtin_prefetch(k[i] + d);
         }
         std::fill(k + from / LANES * LANES, k + from, k[from]);
@@ -327,7 +335,8 @@ template <class T, class Held>
 void attend(const Pages& p, const T* q, const Held& keys, const Held& values, T* out,
             int64_t tokens, Team team) {
     const std::vector<int64_t> firsts = spans(p, tokens);
-    const int64_t tasks = (int64_t(firsts.size()) - 1) * p.groups;
+    const int64_t repeat = p.heads / p.groups, parts = (repeat + HEADS - 1) / HEADS;
+    const int64_t each = p.groups * parts, tasks = (int64_t(firsts.size()) - 1) * each;
     const int64_t begin = team.first(tasks), end = team.last(tasks);
     const int useful = int(std::max<int64_t>(1, std::min<int64_t>(tasks, team.count)));
 #pragma omp parallel num_threads(useful) if (team.starts() && useful > 1)
@@ -335,11 +344,13 @@ void attend(const Pages& p, const T* q, const Held& keys, const Held& values, T*
         static thread_local Space space;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = begin; task < end; ++task) {
-            const int64_t first = firsts[task / p.groups], next = firsts[task / p.groups + 1];
-            if (next - first == 1 && p.heads == p.groups)
-                single(p, q, keys, values, out, first, task % p.groups, space);
+            const int64_t first = firsts[task / each], count = firsts[task / each + 1] - first;
+            const int64_t begins = task % parts * HEADS, head = task % each / parts * repeat + begins;
+            if (count == 1 && repeat == 1)
+                single(p, q, keys, values, out, first, head, space);
             else
-                span(p, q, keys, values, out, first, next - first, task % p.groups, space);
+                span(p, q, keys, values, out, first, count, head, std::min(HEADS, repeat - begins),
+                     space);
         }
     }
 }
@@ -347,15 +358,16 @@ void attend(const Pages& p, const T* q, const Held& keys, const Held& values, T*
 // Keys or values as they lie in memory, and scales where they are codes.
 struct Lying {
     const void *data, *scales;
-    int64_t groups, size;
+    int64_t groups, size, row;
 
     template <class S>
     Stored<S> stored() const {
-        return {static_cast<const S*>(data), groups, size};
+        return {static_cast<const S*>(data), groups, size, row};
     }
     template <int BITS>
     Coded<BITS> coded() const {
-        return {static_cast<const uint8_t*>(data), static_cast<const bfloat16*>(scales), groups, size};
+        return {static_cast<const uint8_t*>(data), static_cast<const bfloat16*>(scales), groups, size,
+                row};
     }
 };
 
@@ -447,7 +459,7 @@ void outsize_pages_put(int dtype, int form, const void* x, void* data, void* sca
 }
 
 // form: of keys and values; scales: of codes, or null. sizes: tokens of a page, heads, groups, key
-// and value sizes, window. softcap 0: none. index: the share of one of `threads`, or -1.
+// and value sizes, window, numbers of a head where its values lie. softcap 0: none. index: the share of one of `threads`, or -1.
 void outsize_pages_attend(int dtype, int form, const void* q, const void* keys,
                           const void* key_scales, const void* values, const void* value_scales,
                           void* out, const int64_t* tables, const int64_t* begins, const int64_t* positions,
@@ -455,7 +467,8 @@ void outsize_pages_attend(int dtype, int form, const void* q, const void* keys,
                           int threads, int index) {
     const Pages p{tables,   begins,   positions, sizes[0], sizes[1],    sizes[2],
                   sizes[3], sizes[4], sizes[5],  scale,    Cap(softcap)};
-    const Lying k{keys, key_scales, p.groups, p.key}, v{values, value_scales, p.groups, p.value};
+    const Lying k{keys, key_scales, p.groups, p.key, p.key};
+    const Lying v{values, value_scales, p.groups, p.value, sizes[6]};
     const Team team(threads, index);
     if (dtype == 0)
         attend<float>(form, p, q, k, v, out, tokens, team);

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,7 +24,6 @@ from outsize.kernels import native
 from outsize.torch_private import FakeTensor
 
 PAGE = 64  # tokens of a page at most: a tile of attention
-WIDTH = 256  # the largest head size, as in tiles.h
 GROUP = 32  # numbers that share a scale, as in pages.cpp
 EVERY = 1 << 40  # a window that hides nothing
 _NARROW = torch.bfloat16
@@ -58,11 +59,13 @@ FORMS: Mapping[str, Form] = {
 
 
 class Pool:
-    """Pages for keys or values of a layer. like: (T, G, K) of the model's dtype."""
+    """Pages for keys or values of a layer. like: (T, G, K) of the model's dtype. row: numbers of a
+    head that lie there, of which these are the first `size`."""
 
     def __init__(self, form: Form, pages: int, page: int, like: Tensor) -> None:
         self.form, self.page = form, page
         self.dtype, (_, self.groups, self.size) = like.dtype, like.shape
+        self.row = self.size
         shape = pages, page, self.groups
         self.scales: Tensor | None = None
         if form.bits:
@@ -75,6 +78,12 @@ class Pool:
     @property
     def tensors(self) -> list[Tensor]:
         return [self.data] if self.scales is None else [self.data, self.scales]
+
+    def first(self, size: int) -> Pool:
+        """The first numbers of each head, where they lie."""
+        part = copy(self)
+        part.size = size
+        return part
 
     def put(self, where_T: Tensor, x_TGK: Tensor) -> None:
         """Hold these at places among those of all pages."""
@@ -101,7 +110,7 @@ class Pool:
         """(P, page, G, K) of some pages, in the model's dtype."""
         data = self.data[pages]
         if self.scales is None:
-            return data.to(self.dtype)
+            return data[..., : self.size].to(self.dtype)
         return decoded(data, self.scales[pages], self.form.bits, self.size).to(self.dtype)
 
 
@@ -127,7 +136,7 @@ def coded(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def decoded(codes: Tensor, scales: Tensor, bits: int, size: int) -> Tensor:
     """(..., K) float32: the twin of what pages.cpp reads."""
     if bits == 8:
-        numbers = codes.view(torch.int8).float()
+        numbers = codes.view(torch.int8).float()[..., :size]
     else:
         pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)[..., :size]
         numbers = pairs.float() - 8
@@ -144,10 +153,9 @@ class Seen:
     positions: array[int]
 
 
-def fits(q_THK: Tensor, keys: Pool, values: Pool) -> bool:
+def fits(q_THK: Tensor, keys: Pool) -> bool:
     """Whether `attend` takes these."""
-    small = max(q_THK.shape[-1], values.size) <= WIDTH and keys.page <= PAGE
-    return small and keys.dtype is q_THK.dtype and native.fits(q_THK)
+    return keys.page <= PAGE and keys.dtype is q_THK.dtype and native.fits(q_THK)
 
 
 def attend(
@@ -165,7 +173,7 @@ def attend(
     if isinstance(q_THK, FakeTensor):
         return o_THW
     window = EVERY if window is None else window
-    sizes = native.numbers((keys.page, heads, keys.groups, size, values.size, window))
+    sizes = native.numbers((keys.page, heads, keys.groups, size, values.size, window, values.row))
     held = (x for one in (keys, values) for x in (one.data, one.scales))
     native.loaded().outsize_pages_attend(
         *(native.CODES[q_THK.dtype], keys.form.number, q_THK.data_ptr()),
@@ -174,6 +182,25 @@ def attend(
         *(sizes, tokens, scale, softcap or 0.0, native.threads(), -1),
     )
     return o_THW
+
+
+def documents(
+    q_THK: Tensor,
+    k_TGK: Tensor,
+    v_TGW: Tensor,
+    bounds: Sequence[int],
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """o_THW of whole documents whose keys and values lie one behind another: each token a page."""
+    keys, values = (Pool(FORMS[AS_STORED], 0, 1, x) for x in (k_TGK, v_TGW))
+    keys.data, values.data = (x.contiguous().unsqueeze(1) for x in (k_TGK, v_TGW))
+    tables, begins, places = range(bounds[-1]), list[int](), list[int]()
+    for start, stop in pairwise(bounds):
+        begins += [start] * (stop - start)
+        places += range(stop - start)
+    seen = Seen(*map(numbers, (tables, begins, places)))
+    return attend(q_THK.contiguous(), keys, values, seen, scale, window, None)
 
 
 def _address(numbers: array[int]) -> int:

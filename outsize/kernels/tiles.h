@@ -277,15 +277,16 @@ inline void exchange(vec (&x)[LANES]) {
 }
 #endif
 
-// A tile of `count` rows, size across, to (size, BLOCK), times a factor; zeros to whole vectors.
-inline void transpose(float* tile, int count, int size, float factor, float* to) {
+// A tile of `count` rows, size across, to (size, BLOCK), times a factor; zeros to whole vectors. row:
+// floats from one of its rows to the next.
+inline void transpose(float* tile, int count, int size, float factor, float* to, int row = ROW) {
     const int rows = rounded(count, LANES), width = rounded(size, LANES);
-    for (int i = rounded(count, EVEN); i < rows; ++i) std::fill_n(tile + i * ROW, width, 0.0f);
+    for (int i = rounded(count, EVEN); i < rows; ++i) std::fill_n(tile + i * row, width, 0.0f);
     for (int i = 0; i < rows; i += LANES)
         for (int d = 0; d < width; d += LANES) {
             vec x[LANES];
 #pragma GCC unroll 16
-            for (int l = 0; l < LANES; ++l) x[l] = load(tile + (i + l) * ROW + d) * factor;
+            for (int l = 0; l < LANES; ++l) x[l] = load(tile + (i + l) * row + d) * factor;
             exchange<1>(x);
 #pragma GCC unroll 16
             for (int l = 0; l < LANES; ++l) store(to + (d + l) * BLOCK + i, x[l]);

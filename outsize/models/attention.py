@@ -1,14 +1,16 @@
 """Attention: the two layers that project to queries, keys and values, and the local `Attend`.
 
-Latent attention: DeepSeek-V2, 2024. Sliding windows: Longformer, 2020. Exact always: windows and
-caps change which scores are computed, never how well.
+Latent attention: Liu et al., DeepSeek-V2, 2024. Sliding windows: Longformer, 2020. Exact always:
+windows and caps change which scores are computed, never how well.
 
 T tokens laid flat, D hidden, H query heads, G key-value heads, R = H / G, K head size, W value
-size; inside one call B documents, S queries, L keys, C queries of a chunk.
+size; inside one call B documents, S queries, L keys, C queries of a chunk. Of latent attention: P
+plain numbers of a head, N rank of keys and values, L that and the rotary numbers.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,11 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from outsize.kernels import attention as kernel
+from outsize.kernels import rows
 from outsize.models.config import DecoderConfig, LayerFacts, Rope
 from outsize.models.declared import INSIDE, Lies, Unit
 from outsize.models.flash import flash, together
 from outsize.models.layout import chunks, clip, past, stretches, visible
-from outsize.models.linear import Linear
+from outsize.models.linear import Linear, dense
 from outsize.models.norm import Norm, upcast
 from outsize.models.rope import rotate
 from outsize.models.seams import MIXERS, AttendSpec, Context, StateSpec
@@ -112,7 +115,12 @@ def _rope(config: DecoderConfig, facts: LayerFacts) -> tuple[str | None, Rope | 
 
 class LatentAttention(nn.Module):
     """x_TD -> y_TD; keys and values come from one low-rank vector a token, and the rotary part of
-    the key is one for all heads."""
+    the key is one for all heads.
+
+    Where each token is computed alone, as in serving, attention is over these vectors: queries are
+    taken down through the up-projection of keys, results up through that of values. It is the same
+    in another order of sums, and tokens leave no more than rank and rotary numbers each.
+    """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -137,33 +145,58 @@ class LatentAttention(nn.Module):
         self.rotate = rotate
 
     def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:
-        assert self.rope is not None and self.rope_name is not None, "latent attention has a rope"
-        table, pairs = ctx.rope[self.rope_name], self.rope.interleaved
+        from outsize.kernels.heads import by_head  # of few families
+
         low_TR = x_TD
         if self.q_down is not None and self.q_norm is not None:
             low_TR = self.q_norm(self.q_down(x_TD))
         q_THK = self.q(low_TR).unflatten(-1, (-1, self.head_size))
-        q_plain, q_rotary = q_THK.split((self.latent.plain, self.latent.rotary), dim=-1)
-        q_THK = torch.cat((q_plain, self.rotate(q_rotary, table, pairs)), dim=-1)
-        k_THK, v_THW = self.keys_values(x_TD, ctx)
-        o_THW = ctx.attend(q_THK, k_THK, v_THW, ctx.bounds, self.spec)
+        q_THP, q_rotary = q_THK.split((self.latent.plain, self.latent.rotary), dim=-1)
+        up = self._up(x_TD) if rows.here() else None
+        if up is not None:
+            q_THP = by_head(q_THP, up[0], True)
+        q_THK = torch.cat((q_THP, self._turned(q_rotary, ctx)), dim=-1)
+        spec = replace(self.spec, shared=up is not None)
+        o_THW = ctx.attend(q_THK, *self.keys_values(x_TD, ctx), ctx.bounds, spec)
+        if up is not None:
+            o_THW = by_head(o_THW, up[1], False)
         y_TD: Tensor = self.o(o_THW.flatten(-2))
         return y_TD
 
-    def keys_values(self, x_TD: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """k_THK and v_THW as they are attended to; each token's are its own."""
+    def _turned(self, x_THR: Tensor, ctx: Context) -> Tensor:
         assert self.rope is not None and self.rope_name is not None, "latent attention has a rope"
-        table, pairs = ctx.rope[self.rope_name], self.rope.interleaved
-        plain, rotary = self.latent.plain, self.latent.rotary
-        kv_TR, k_rotary = self.kv_down(x_TD).split((self.latent.rank, rotary), dim=-1)
-        kv_THX = self.kv(self.kv_norm(kv_TR)).unflatten(-1, (-1, plain + self.value_size))
+        return self.rotate(x_THR, ctx.rope[self.rope_name], self.rope.interleaved)
+
+    def keys_values(self, x_TD: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        """k_THK and v_THW as they are attended to; each token's are its own. Where tokens are
+        computed alone k_T1L and v_T1N."""
+        plain, rank = self.latent.plain, self.latent.rank
+        kv_TN, k_rotary = self.kv_down(x_TD).split((rank, self.latent.rotary), dim=-1)
+        kv_TN, k_rotary = self.kv_norm(kv_TN), self._turned(k_rotary.unsqueeze(1), ctx)
+        if rows.here():
+            k_T1L = torch.cat((kv_TN.unsqueeze(1), k_rotary), dim=-1)
+            return k_T1L, k_T1L[..., :rank]
+        kv_THX = self.kv(kv_TN).unflatten(-1, (-1, plain + self.value_size))
         k_plain, v_THW = kv_THX.split((plain, self.value_size), dim=-1)
-        k_rotary = self.rotate(k_rotary.unsqueeze(1), table, pairs).expand(-1, k_plain.shape[1], -1)
-        return torch.cat((k_plain, k_rotary), dim=-1), v_THW
+        return torch.cat((k_plain, k_rotary.expand(-1, k_plain.shape[1], -1)), dim=-1), v_THW
+
+    def _up(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """up_HPN and up_HWN, what takes a latent to each head's plain part of a key, and value."""
+        one, bare = self.kv, self.kv.beside is None and not torch.is_grad_enabled()
+        if bare and one.coded is not None:
+            weight = one.decoded(0, one.sizes[0], like.dtype)
+        elif bare and one.product is dense:
+            weight = one.weight
+        else:  # what makes more of the product, or learns from it
+            weight = one(torch.eye(self.latent.rank, dtype=like.dtype, device=like.device))
+            weight = weight.t().contiguous()
+        sizes = self.latent.plain, self.value_size
+        up_HPN, up_HWN = weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
+        return up_HPN, up_HWN
 
     def states(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        heads = self.kv.sizes[0] // (self.latent.plain + self.value_size)
-        return keys_and_values(heads, self.head_size, self.value_size, dtype)
+        size = self.latent.rank + self.latent.rotary
+        return (StateSpec("latent", (1, size), dtype, "token"),)
 
     def leave(self, x_TD: Tensor, ctx: Context) -> None:
         ctx.carry.keep(self.keys_values(x_TD, ctx))

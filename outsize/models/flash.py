@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outsize.kernels import attention
+from outsize.kernels import attention, native, rows
+from outsize.kernels import pages as paged
 from outsize.models.layout import chunks, runs, visible
 from outsize.torch_private import flash_backward, flash_forward
 
@@ -212,6 +213,9 @@ class _Flash(torch.autograd.Function):
         lse_TH1 = q_THK.new_empty((tokens, heads, 1), dtype=wide)
         for call in calls(facts.bounds, facts.window, q_THK.device):
             call_forward(call, facts, (q_THK, k_TGK, v_TGW), (o_THW, lse_TH1))
+        if rows.here() and native.reads(q_THK, k_TGK, v_TGW):  # the same in serving's order
+            sight = facts.bounds, facts.scale, facts.window
+            o_THW = paged.documents(q_THK, k_TGK, v_TGW, *sight)
         ctx.save_for_backward(q_THK, k_TGK, v_TGW, o_THW, lse_TH1)
         ctx.facts = facts
         return o_THW

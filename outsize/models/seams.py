@@ -36,6 +36,8 @@ class AttendSpec:
 
     first_query, first_key: which token of the documents the first query and the first key are, so
     that both may be any stretch of the tokens. Bounds and tree count tokens from the first one.
+
+    shared: values are the first numbers of keys, which who keeps them keeps once.
     """
 
     layer: int
@@ -47,6 +49,7 @@ class AttendSpec:
     tree: tuple[int, ...] | None = None
     first_query: int = 0
     first_key: int = 0
+    shared: bool = False
 
     @property
     def in_order(self) -> bool:

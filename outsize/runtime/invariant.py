@@ -19,6 +19,7 @@ from outsize.models.low_rank import LowRank
 from outsize.plan import Plan
 from outsize.runtime.flow import Flow
 from outsize.runtime.native import NativeFlow
+from outsize.runtime.runners import runner_of
 
 _AXES = ("data", "pipeline")  # along which no product and no attention is cut
 _ROPES = ("dynamic", "longrope")  # keys turn by the length of their text
@@ -76,9 +77,12 @@ def _of_model(flow: Flow, plan: Plan) -> Iterator[str]:
         yield f"the model has an adapter ({type(config.adapter).__name__})"
     if config.coding is not None:
         yield f"the model's weights are held as {config.coding.name}"
-    widest = max(config.head_size, config.value_size)
-    if widest > attention.WIDTH:
-        yield f"the model has heads of {widest} numbers, more than {attention.WIDTH}"
+    widest, latent = max(config.head_size, config.value_size), config.latent
+    if latent is not None:
+        widest = latent.rank + latent.rotary
+    if widest > attention.WIDTH and (config.softcap is not None or runner_of(plan) is not None):
+        also = "the sequence runs in chunks" if config.softcap is None else "its scores are capped"
+        yield f"the model has heads of {widest} numbers, more than {attention.WIDTH}, and {also}"
     for rope in config.ropes.values():
         if rope.kind in _ROPES and plan.sequence > rope.trained:
             yield f"the model has a {rope.kind} rope and train.sequence is {plan.sequence}"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outsize.kernels import native, pages
+from outsize.kernels import native, paged, pages
 from outsize.kernels.pages import FORMS, GROUP, Pool, coded, decoded
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
@@ -100,6 +100,32 @@ def test_attention_reads_codes_as_their_twin_does(form: str) -> None:
     places = [pages.numbers(some) for some in ([3, 0, 4, 1, 2], [0] * 70, range(70))]
     found = [pages.attend(q_THK, x, x, pages.Seen(*places), 0.2, None, None) for x in (pool, plain)]
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_values_that_are_the_first_numbers_of_their_keys(form: str) -> None:
+    """Of heads larger than those of tiles, in parts: bit for bit what is given of values that lie
+    apart, and near plain softmax; on devices by PyTorch's operators."""
+    heads, size, value, places = 20, 290, 264, [3, 77, 78]
+    q_THK = _random(3, heads, size, seed=5) / 8
+    keys = filled(form, _random(80, 1, size), 16)
+    held_TK = keys.get(torch.arange(5)).flatten(0, 2)
+    apart = [filled("as-stored", held_TK[:, None, :n].contiguous(), 16) for n in (size, value)]
+    tables = [3, 0, 4, 1, 2]
+    seen = pages.Seen(*map(pages.numbers, (tables, [0] * 3, places)))
+    found = pages.attend(q_THK, keys, keys.first(value), seen, 0.2, None, None)
+    assert torch.equal(found, pages.attend(q_THK, *apart, seen, 0.2, None, None))
+    assert torch.equal(keys.first(value).get(slice(0, 5)).flatten(0, 2), held_TK[:, :value])
+    raw = [x for x in (keys.data, keys.scales) if x is not None]
+    sights = paged.Sights(torch.tensor([tables] * 3), torch.tensor(places))
+    asked = (FORMS[form].bits, value, 1 << 20), (0.2, 0.0)
+    there = paged.plain(q_THK, raw, raw, sights.tables_TP, sights.positions_T, *asked)
+    own_TK = held_TK.unflatten(0, (5, 16))[tables].flatten(0, 1).double()
+    for t, place in enumerate(places):
+        scores_HL = q_THK[t].double() @ own_TK[: place + 1].T * 0.2
+        expected = scores_HL.softmax(1) @ own_TK[: place + 1, :value]
+        for one in (found, there):
+            torch.testing.assert_close(one[t].double(), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("sort", ["plain", "window", "softcap"])

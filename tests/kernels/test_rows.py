@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outsize.errors import OutsizeError
 from outsize.kernels import eights, native, product, rows
+from outsize.kernels.heads import by_head
 from outsize.memory import Ledger
 from outsize.models.coding import Grid, format_of
 from outsize.simulate.fake import FakeMode
@@ -44,6 +45,28 @@ def test_products_are_right_and_know_nobody(name: str, sizes: tuple[int, int, in
         assert torch.equal(rows.linear(x, w[few].contiguous(), b[few].contiguous()), y[:, few])
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("turns", [False, True])
+def test_products_of_heads_are_right_and_know_nobody(name: str, turns: bool) -> None:
+    """By matrices that lie apart, of some tokens and of each alone; gradients in float64."""
+    dtype, heads, inner, outputs = DTYPES[name], 3, 37, 83
+    shape = (inner, outputs) if turns else (outputs, inner)
+    x_THI, whole = _random(7, heads, inner + 4), _random(heads, shape[0] + 5, shape[1], seed=1)
+    x_THI, weight = x_THI.to(dtype)[..., :inner], whole.to(dtype)[:, 5:]
+    by = "thi,hio->tho" if turns else "thi,hoi->tho"
+    with torch.no_grad(), rows.alone():
+        y_THO = by_head(x_THI, weight, turns)
+        each = [by_head(x_THI[t : t + 1], weight, turns) for t in range(7)]
+    expected = torch.einsum(by, x_THI.double(), weight.double())
+    assert float((y_THO - expected).abs().max() / expected.abs().max()) < LARGEST[dtype]
+    assert torch.equal(torch.cat(each), y_THO)
+    given = [x.double().requires_grad_() for x in (x_THI, weight)]
+    pulled = torch.autograd.grad(by_head(*given, turns).square().sum(), given)
+    right = torch.autograd.grad(torch.einsum(by, *given).square().sum(), given)
+    for one, other in zip(pulled, right, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", DTYPES)

@@ -43,10 +43,11 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "softcap in bfloat16": (CONFIGS["softcap"], "bfloat16"),
     "learned": (MLP, "float32"),
     "latent": (CONFIGS["latent"], "float32"),
+    "wide latent of low rank": ({**CONFIGS["latent"], "kv_lora_rank": 260}, "float32"),
     "experts in bfloat16": (CONFIGS["experts"], "bfloat16"),
     "low rank": (CONFIGS["llama"], "float32"),
 }
-ADAPTERS = {"low rank": Lora(4), "alone": Dora()}
+ADAPTERS = {"low rank": Lora(4), "wide latent of low rank": Lora(4), "alone": Dora()}
 
 
 class Seen:
@@ -133,7 +134,7 @@ def test_what_training_sees_is_what_serving_says(name: str) -> None:
 
 
 @COMPILED
-@pytest.mark.parametrize("name", ["llama", "softcap", "learned"])
+@pytest.mark.parametrize("name", ["llama", "softcap", "learned", "wide latent of low rank"])
 def test_gradients_are_those_of_plain_float64(name: str) -> None:
     config, _ = CASES[name]
     model = model_of(config)
@@ -157,7 +158,8 @@ def test_what_does_not_hold_is_refused_by_its_name(monkeypatch: pytest.MonkeyPat
         return str(caught.value)
 
     if native.library() is not None:
-        assert "heads of 264 numbers, more than 256" in refusal({**SMALL, "head_dim": 264})
+        large = {**CONFIGS["softcap"], "head_dim": 264}
+        assert "heads of 264 numbers, more than 256, and its scores are capped" in refusal(large)
         assert "an adapter (Dora)" in refusal(adapted=True)
     monkeypatch.setattr(native, "library", lambda: None)
     assert "no C++ compiler" in (said := refusal()) and "set precision to float32" in said

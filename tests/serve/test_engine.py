@@ -130,13 +130,27 @@ def test_feedback_interrupts_who_has_had_much() -> None:
 
 
 @COMPILED
-def test_pages_that_go_below_come_back_as_they_were(tmp_path: Path) -> None:
+def test_latents_are_rounded_alike_in_any_company() -> None:
+    """Bit for bit, in slices and in few pages."""
+    model, some, room = model_of("latent"), asks()[:2], replace(ROOM, cache="int8")
+    alone = [told(model, [ask], room)[0] for ask in some]
+    assert told(model, some, replace(ROOMS["slices"], cache="int8")) == alone
+    assert alone != [told(model, [ask], ROOM)[0] for ask in some]
+
+
+BELOW = {"llama": ((99, False), (99, True), (9, True), (4, False)), "latent": ((99, True),)}
+
+
+@COMPILED
+@pytest.mark.parametrize("name", BELOW)
+def test_pages_that_go_below_come_back_as_they_were(tmp_path: Path, name: str) -> None:
     """Bit for bit, of requests that are interrupted and of beginnings that several share; whatever
     fails is computed again, said once, and no page is lost in the books."""
-    model = model_of("llama", torch.bfloat16)
+    model = model_of(name, torch.bfloat16)
     alone = [told(model, [ask], ROOM)[0] for ask in asks()]
-    page = 4 * 3 * 2 * (2 * 8) * 2  # tokens, layers, keys and values, heads and sizes, bytes
-    for left, disk in ((99, False), (99, True), (9, True), (4, False)):
+    each = 16 + 4 if name == "latent" else 2 * (2 * 8)  # or keys and values, heads and sizes
+    page = 4 * 3 * each * 2  # tokens, layers, bytes
+    for left, disk in BELOW[name]:
         host = Failing(MemoryStore("host", 5 << 12), left + 2 * ROUNDS)
         stores: list[tuple[Store, int]] = [(host, 5 << 12)]
         if disk:
@@ -336,13 +350,16 @@ def test_a_token_whose_weights_are_no_numbers_ends_its_requests_alone() -> None:
 
 
 def test_what_pages_hold_is_in_the_plan() -> None:
-    """Bytes of a page of 16 tokens, of 3 layers, 2 heads and twice 8 numbers; what is rounded."""
+    """Bytes of a page of 16 tokens, of 3 layers, 2 heads and twice 8 numbers, or of a latent of 16
+    and 4 rotary ones; what is rounded."""
     model = model_of("llama")
     for form, each in (("as-stored", 32), ("bf16", 16), ("int8", 10), ("int4", 6)):
         plan = served(model, Wanted(context=64, requests=4, cache=form))
         assert plan.cache == plan.room.pages * 16 * 3 * 2 * 2 * each and plan.room.cache == form
         said = [note for note in plan.notes if f"held as {form}" in note]
         assert len(said) == (form != "as-stored")
+    plan = served(model_of("latent"), Wanted(context=64, requests=4, cache="int8"))
+    assert plan.cache == plan.room.pages * 16 * 3 * (20 + 2)
     half = served(model_of("llama", torch.bfloat16), Wanted(context=64, cache="bf16"))
     assert not half.notes
     with pytest.raises(OutsizeError, match=r"cache is 'int5'.*int"):

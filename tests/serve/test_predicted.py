@@ -55,14 +55,14 @@ def test_in_memory_and_from_files(path: Path, prompt: int, sampling: Sampling) -
     assert [predicted] == planned(path, request, memory=int(0.8 * whole))
 
 
-def test_keys_and_values_of_unlike_sizes(tmp_path: Path) -> None:
-    """Latent attention's: of 8 + 6 numbers a key and of 6 a value, in each of four heads; the last
-    token drawn is not fed again."""
+def test_latents_are_cached_and_not_what_comes_of_them(tmp_path: Path) -> None:
+    """Of a rank of 10 and 6 rotary numbers, where each of four heads has 14 a key and 6 a value;
+    the last token drawn is not fed again."""
     config = config_of("deepseek_v3", vocab_size=61)
     outsize.save(build(config, seed=1, dtype=torch.float32), tmp_path / "hf")
     request, tokens = Request((0,) * 100, 6, DRAWN), -(-(100 + 6 - 1) // PAGE) * PAGE
     held = forecast(described(str(tmp_path / "hf")), request, ONE).held
-    assert held["cache"] == [len(config.layers) * 4 * (8 + 6 + 6) * tokens * 4]
+    assert held["cache"] == [len(config.layers) * (10 + 6) * tokens * 4]
     with outsize.load(tmp_path / "hf") as model:
         predicted, found = counted(model, 100, DRAWN)
     within(predicted, found)
