@@ -145,23 +145,32 @@ class LatentAttention(nn.Module):
         self.rotate = rotate
 
     def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:
+        if not rows.here():
+            given = self._queries(x_TD, ctx), *self.keys_values(x_TD, ctx)
+            y_TD: Tensor = self.o(ctx.attend(*given, ctx.bounds, self.spec).flatten(-2))
+            return y_TD
         from outsize.kernels.heads import by_head  # of few families
 
+        up_HPN, up_HWN = self._up(x_TD)
+        k_T1L, v_T1N = self.keys_values(x_TD, ctx)
+        spec, q_THL = replace(self.spec, shared=True), self._queries(x_TD, ctx, up_HPN)
+        o_THN = ctx.attend(q_THL, k_T1L, v_T1N, ctx.bounds, spec)
+        del q_THL  # as large as what comes of them
+        y_TD = self.o(by_head(o_THN, up_HWN, False).flatten(-2))
+        return y_TD
+
+    def _queries(self, x_TD: Tensor, ctx: Context, up_HPN: Tensor | None = None) -> Tensor:
+        """q_THK as they attend to keys, or q_THL to latents."""
         low_TR = x_TD
         if self.q_down is not None and self.q_norm is not None:
             low_TR = self.q_norm(self.q_down(x_TD))
         q_THK = self.q(low_TR).unflatten(-1, (-1, self.head_size))
-        q_THP, q_rotary = q_THK.split((self.latent.plain, self.latent.rotary), dim=-1)
-        up = self._up(x_TD) if rows.here() else None
-        if up is not None:
-            q_THP = by_head(q_THP, up[0], True)
-        q_THK = torch.cat((q_THP, self._turned(q_rotary, ctx)), dim=-1)
-        spec = replace(self.spec, shared=up is not None)
-        o_THW = ctx.attend(q_THK, *self.keys_values(x_TD, ctx), ctx.bounds, spec)
-        if up is not None:
-            o_THW = by_head(o_THW, up[1], False)
-        y_TD: Tensor = self.o(o_THW.flatten(-2))
-        return y_TD
+        q_plain, q_rotary = q_THK.split((self.latent.plain, self.latent.rotary), dim=-1)
+        if up_HPN is not None:
+            from outsize.kernels.heads import by_head  # of few families
+
+            q_plain = by_head(q_plain, up_HPN, True)
+        return torch.cat((q_plain, self._turned(q_rotary, ctx)), dim=-1)
 
     def _turned(self, x_THR: Tensor, ctx: Context) -> Tensor:
         assert self.rope is not None and self.rope_name is not None, "latent attention has a rope"
