@@ -10,6 +10,7 @@ O outputs, I inputs, G weights of a group, B bytes of its block, R bytes of a ro
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -220,7 +221,18 @@ def asked(config: DecoderConfig, name: str | None, where: str = KEY) -> DecoderC
                 " leave it out, or begin with the model before it was converted"
             )
         return replace(config, coding=replace(config.coding, eights=True)) if eights else config
-    return coded(config, format, False, _head_of(config, where) if head else None, eights)
+    own = _head_of(config, where) if head else None
+    return coded(_untied(config) if head else config, format, False, own, eights)
+
+
+def _untied(config: DecoderConfig) -> DecoderConfig:
+    """The same model, whose head, where it is its token embedding, is made of that one's rows."""
+    if not config.tied:
+        return config
+    names, outer = config.names, config.names.outer
+    ignored = *names.ignored, f"^{re.escape(outer['epilogue.head'])}\\.weight$"  # a second copy
+    outer = {**outer, "epilogue.head": outer["prologue.tokens"]}
+    return replace(config, tied=False, names=replace(names, outer=outer, ignored=ignored))
 
 
 def _parts(name: str, where: str) -> tuple[str, bool, bool]:
@@ -242,12 +254,7 @@ def held(
 
 
 def _head_of(config: DecoderConfig, where: str) -> Format:
-    """What a head is held in. OutsizeError for one that has no rows of its own, or no such."""
-    if config.tied:
-        raise OutsizeError(
-            f"{where}: {HEAD} asks for the head in 8 bits, and this model's is its token embedding;"
-            f" leave {HEAD} out"
-        )
+    """What a head is held in. OutsizeError for one whose rows no groups divide."""
     width = config.embed_size or config.hidden
     fitting = (one for one in map(format_of, _HEADS) if width % one.group == 0)
     found = next(fitting, None)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 import outsize
 from outsize.checkpoint import hub
@@ -37,8 +38,9 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rounded(directory: Path, format: str, head: str) -> Decoder:
-    """The plain model with weights that codes of them stand for."""
+    """The plain model with weights that codes of them stand for, its head's apart."""
     model = hub.load(directory)
+    model.epilogue.head.weight = torch.nn.Parameter(model.epilogue.head.weight.detach().clone())
     named = [*linears(model), ("epilogue.head", model.epilogue.head)]
     for name, one in named:
         form = format_of(head if name == "epilogue.head" else format)
@@ -47,7 +49,17 @@ def rounded(directory: Path, format: str, head: str) -> Decoder:
     return model
 
 
-def test_logits_are_those_of_the_rounded_weights(stored: Path) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_are_those_of_the_rounded_weights(stored: Path, tied: bool, tmp_path: Path) -> None:
+    """A head that is the token embedding has codes of its own, and rows of that stay as they are;
+    files may have a second copy."""
+    if tied:
+        stored = tmp_path / "tied"
+        hub.save(build(parse({**LLAMA, "tie_word_embeddings": True}), seed=2), stored)
+        plain = load_file(stored / "model.safetensors")
+        plain["lm_head.weight"] = plain["model.embed_tokens.weight"].clone()
+        save_file(plain, stored / "model.safetensors")
+        (stored / "outsize.json").unlink()
     model = outsize.load(stored, weights="int4:16+head", dtype=torch.float64)
     with torch.no_grad():
         found = model(torch.tensor([IDS]))
@@ -59,6 +71,13 @@ def test_logits_are_those_of_the_rounded_weights(stored: Path) -> None:
 def logprobs(stored: Path, format: str, **where: object) -> list[float]:
     with outsize.engine(stored, weights=format, context=32, **where) as engine:
         return list(engine.logprobs(IDS))
+
+
+def test_bits_of_a_tied_head_do_not_depend_on_where_it_lies(tmp_path: Path) -> None:
+    hub.save(build(parse({**LLAMA, "tie_word_embeddings": True}), seed=2), tmp_path)
+    plain = logprobs(tmp_path, "int4:32+head")
+    assert plain == logprobs(tmp_path, "int4:32+head", memory="4500KiB")
+    assert plain != logprobs(tmp_path, "int4:32")
 
 
 def test_bits_do_not_depend_on_where_it_lies(stored: Path) -> None:
@@ -83,8 +102,6 @@ def test_rounded_rows_are_said_served_alike_and_near(stored: Path) -> None:
 
 def test_what_it_cannot_be_is_refused(stored: Path, tmp_path: Path) -> None:
     config = parse(LLAMA)
-    with pytest.raises(OutsizeError, match="is its token embedding; leave \\+head out"):
-        asked(replace(config, tied=True), "int4+head")
     with pytest.raises(
         OutsizeError, match="groups of 16 weights, which do not divide the head's 24"
     ):
