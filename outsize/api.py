@@ -139,7 +139,8 @@ def engine(
     "deadline:ttft=500ms,tpot=50ms": steps are no longer than tpot, and who would wait longer than
     ttft is refused; draft: lookup, which has a step look at several tokens where the text repeats
     itself, without another result; cache: keys and values as stored, or rounded to bf16, int8 or
-    int4. OutsizeError where the memory is too small, with what is missing.
+    int4; contiguous, or +contiguous behind one of these: each request's one behind another, not in
+    pages. OutsizeError where the memory is too small, with what is missing.
 
     path may be what `load` gives, which is closed with the engine: on another device; on a mesh,
     `outsize.engine(outsize.load(path, mesh="tensor=2"))`, all workers make one, and the one that

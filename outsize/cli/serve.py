@@ -63,7 +63,8 @@ FAREWELL = 5.0  # seconds in which who waits is told that a worker has failed
               " format of outsize keys weights, +head behind it: the head in 8 bits; +a8: what they"
               " multiply in 8 bits too.")  # fmt: skip
 @click.option("--cache", default="as-stored", show_default=True, metavar="FORM", help="Hold keys"
-              " and values as bf16, or as intN in N = 8 or 4 bits, rounded.")  # fmt: skip
+              " and values as bf16, or as intN in N = 8 or 4 bits, rounded; contiguous, or behind"
+              " one of these +contiguous: one behind another, not in pages.")  # fmt: skip
 @click.option(
     "--template", default="own", help="Of chats: own, a file of Jinja, chatml, llama3, ..."
 )

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -105,11 +105,11 @@ class PagedCache:
     ) -> tuple[kernel.Pool, kernel.Pool]:
         """Pages for such keys and values. shared: as of AttendSpec."""
         if index not in self._layers:
-            keys = kernel.Pool(self._form, self.pages, self.size, k_TGK)
+            keys = self._pool(k_TGK)
             if shared:
                 values = keys.first(v_TGW.shape[2])
             else:
-                values = kernel.Pool(self._form, self.pages, self.size, v_TGW)
+                values = self._pool(v_TGW)
             self._layers[index] = keys, values
         return self._layers[index]
 
@@ -122,6 +122,13 @@ class PagedCache:
         if not spec.shared:
             values.put(where_T, v_TGW)
         return keys, values
+
+    def _pool(self, like: Tensor) -> kernel.Pool:
+        return kernel.Pool(self._form, self.pages, self.size, like)
+
+    def hold(self, pages: Mapping[int, int]) -> None:
+        """By the place of a request, the pages that have memory from now on
+        (outsize/decode/caches.py); here all have it for good."""
 
     def states(self, layer: int, declared: tuple[StateSpec, ...], device: torch.device) -> Tensors:
         if layer not in self._states:

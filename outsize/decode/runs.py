@@ -22,7 +22,7 @@ from outsize.decode.paged import PagedCache, PagedPast
 from outsize.kernels import blocks, native, rows
 from outsize.kernels.attention import WIDTH
 from outsize.kernels.gate import SILU
-from outsize.kernels.pages import EVERY, PAGE
+from outsize.kernels.pages import EVERY
 from outsize.kernels.rows import Matrix, matrix
 from outsize.models import norm as norms
 from outsize.models.attention import Attention
@@ -60,7 +60,7 @@ class Runs:
     def __call__(self, modules: Sequence[nn.Module], ctx: Context) -> list[Through]:
         """What takes x_TD through some blocks, one after another: runs overwrite it."""
         past = ctx.attend
-        if not (isinstance(past, PagedPast) and past.cache.size <= PAGE and rows.here()):
+        if not (isinstance(past, PagedPast) and rows.here()):
             return each_alone(modules, ctx)
         if past.alone is None or isinstance(ctx.positions_T, FakeTensor):
             return each_alone(modules, ctx)

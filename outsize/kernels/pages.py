@@ -11,7 +11,7 @@ tokens, B groups of a head's numbers.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,7 +23,6 @@ from torch.nn import functional as F
 from outsize.kernels import native
 from outsize.torch_private import FakeTensor
 
-PAGE = 64  # tokens of a page at most: a tile of attention
 GROUP = 32  # numbers that share a scale, as in pages.cpp
 EVERY = 1 << 40  # a window that hides nothing
 _NARROW = torch.bfloat16
@@ -40,9 +39,13 @@ class Form:
 
     def bytes(self, size: int, dtype: torch.dtype) -> int:
         """Of a head of so many numbers in a model of this dtype."""
+        return sum(self.buffers(size, dtype))
+
+    def buffers(self, size: int, dtype: torch.dtype) -> tuple[int, ...]:
+        """The same in each tensor of a Pool."""
         if not self.bits:
-            return size * (self.dtype or dtype).itemsize
-        return -(-size * self.bits // 8) + -(-size // GROUP) * _NARROW.itemsize
+            return (size * (self.dtype or dtype).itemsize,)
+        return -(-size * self.bits // 8), -(-size // GROUP) * _NARROW.itemsize
 
     def exact(self, dtype: torch.dtype) -> bool:
         """Whether numbers of this dtype come back as they were."""
@@ -58,11 +61,18 @@ FORMS: Mapping[str, Form] = {
 }
 
 
-class Pool:
-    """Pages for keys or values of a layer. like: (T, G, K) of the model's dtype. row: numbers of a
-    head that lie there, of which these are the first `size`."""
+Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]  # of this shape, with whatever numbers
 
-    def __init__(self, form: Form, pages: int, page: int, like: Tensor) -> None:
+
+class Pool:
+    """Pages for keys or values of a layer. like: (T, G, K) of the model's dtype; empty: makes its
+    tensors where they do not lie as PyTorch has them. row: numbers of a head that lie there, of
+    which these are the first `size`."""
+
+    def __init__(
+        self, form: Form, pages: int, page: int, like: Tensor, empty: Empty | None = None
+    ) -> None:
+        empty = empty or (lambda shape, dtype: like.new_empty(shape, dtype=dtype))
         self.form, self.page = form, page
         self.dtype, (_, self.groups, self.size) = like.dtype, like.shape
         self.row = self.size
@@ -70,10 +80,10 @@ class Pool:
         self.scales: Tensor | None = None
         if form.bits:
             row, scales = -(-self.size * form.bits // 8), -(-self.size // GROUP)
-            self.data = like.new_empty((*shape, row), dtype=torch.uint8)
-            self.scales = like.new_empty((*shape, scales), dtype=_NARROW)
+            self.data = empty((*shape, row), torch.uint8)
+            self.scales = empty((*shape, scales), _NARROW)
         else:
-            self.data = like.new_empty((*shape, self.size), dtype=form.dtype or self.dtype)
+            self.data = empty((*shape, self.size), form.dtype or self.dtype)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -155,7 +165,7 @@ class Seen:
 
 def fits(q_THK: Tensor, keys: Pool) -> bool:
     """Whether `attend` takes these."""
-    return keys.page <= PAGE and keys.dtype is q_THK.dtype and native.fits(q_THK)
+    return keys.dtype is q_THK.dtype and native.fits(q_THK)
 
 
 def attend(

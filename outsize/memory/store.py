@@ -131,7 +131,7 @@ def pool(nbytes: int, pinned: bool = False, what: str = "a buffer") -> Tensor:
     if pinned and not accelerator.registers():
         return accelerator.pinned(nbytes, what)
     region, buffer = _region(nbytes)
-    _populate(region, buffer, 0, nbytes, what)
+    populate(region, buffer, 0, nbytes, what)
     return accelerator.registered(buffer, what) if pinned else buffer
 
 
@@ -169,7 +169,7 @@ class MemoryStore:
         place = self._counts.take(nbytes)
         if self._map is not None:
             what = f"tier {self.name!r}"
-            _populate(self._map, self._held(), place.offset, rounded(nbytes), what)
+            populate(self._map, self._held(), place.offset, rounded(nbytes), what)
         return place
 
     def view(self, place: Place) -> Tensor:
@@ -264,7 +264,7 @@ def _opened(path: Path) -> int:
     return handle
 
 
-def _populate(region: Any, buffer: Tensor, start: int, nbytes: int, what: str) -> None:
+def populate(region: Any, buffer: Tensor, start: int, nbytes: int, what: str) -> None:
     """Touch pages. start: a multiple of the page."""
     if nbytes == 0:
         return

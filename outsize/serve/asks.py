@@ -58,7 +58,8 @@ class Room:
     """pages: of `page` tokens each; slots: requests that go at once; budget: tokens of a step;
     queue: tokens of requests that may wait; context: of a request with what is drawn, at most;
     price: of steps; slo: what is promised; cache: the form of what pages hold
-    (outsize/kernels/pages.py); below: pages that may lie below."""
+    (outsize/kernels/pages.py); below: pages that may lie below; lies: how the cache does, where it
+    is not in pages that lie anywhere (outsize/decode/caches.py)."""
 
     pages: int
     page: int
@@ -70,6 +71,7 @@ class Room:
     slo: Slo = NONE
     cache: str = AS_STORED
     below: int = 0
+    lies: str = ""
 
 
 class Full(OutsizeError):

@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from outsize.decode.caches import Move
 from outsize.errors import OutsizeError
 from outsize.memory.disk import DiskStore
 from outsize.memory.sizes import format_bytes
@@ -23,7 +24,6 @@ from outsize.memory.tiers import TierSpec
 from outsize.models.seams import StateSpec
 from outsize.serve.asks import Room
 from outsize.serve.line import Line
-from outsize.serve.pages import Move
 
 ROUNDS = 3  # of a page there and back, by which moves are priced
 Page = Callable[[int], list[Tensor]]  # what a page holds, each tensor contiguous
@@ -137,7 +137,7 @@ def settled(
     """A room with slots in tiers for pages of so many bytes, priced by moving one; what holds them;
     why there is none where one is asked for. left: what layers keep of tokens; tell: as of Below.
     OutsizeError where a tier cannot be had, or has no room for a page."""
-    why = _refused(workers, left)
+    why = _refused(workers, left, room.lies)
     if tiers and why:
         return room, None, (f"pages that are pushed out are computed again: {why}",)
     stores = [_store(tier, device) for tier in tiers]
@@ -152,8 +152,10 @@ def settled(
     return replace(room, price=price, below=below.pages), below, ()
 
 
-def _refused(workers: int, left: Sequence[StateSpec]) -> str:
+def _refused(workers: int, left: Sequence[StateSpec], lies: str) -> str:
     """Why nothing lies below; "" where it may."""
+    if lies:
+        return f"a cache that lies {lies} has none that go below"
     if workers > 1:
         return "those of several workers do not go below"
     recurrent = any(one.per == "sequence" for one in left)

@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
@@ -268,12 +269,10 @@ class Engine:
             feeds = self.line.feeds() if whole is None else []
         if whole is not None:
             self._see(whole)
-        elif feeds:
-            settle = None if self.below is None else self.below.settle
-            if settle is None or settle(self.line, self.steps.page, self._wake):
-                self._step(feeds)
-                with self._wake:
-                    self.line.ran(feeds, time.perf_counter() - begin)
+        elif feeds and _settled(self, self._wake):
+            self._step(feeds)
+            with self._wake:
+                self.line.ran(feeds, time.perf_counter() - begin)
 
     def _step(self, feeds: Sequence[Feed]) -> None:
         fed = [token for feed in feeds for token in feed.ids]
@@ -289,8 +288,7 @@ class Engine:
     def _see(self, one: _Whole) -> None:
         with self._wake:
             owner = self.line.lent(len(one.ids))
-        if self.below is not None:
-            self.below.settle(self.line, self.steps.page, self._wake)
+        _settled(self, self._wake)
         try:
             one.see(self.steps, self.line.pages.of(owner), self.room, self.model.config.virtual)
         except Exception as error:
@@ -301,3 +299,14 @@ class Engine:
                 self.line.pages.end(owner)
                 self.line.beside -= len(one.ids)
             one.done.set()
+
+
+def _settled(engine: Engine, lock: AbstractContextManager[object]) -> bool:
+    """Have the cache as the books do; whether all is there that the next step needs. lock: of the
+    line."""
+    line, below = engine.line, engine.below
+    with lock:
+        changed, line.pages.changed = line.pages.changed, {}
+    if changed:
+        engine.steps.hold(changed)
+    return below is None or below.settle(line, engine.steps.page, lock)

@@ -9,11 +9,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+from outsize.decode.caches import Move
 from outsize.decode.paged import Part
 from outsize.errors import counted
 from outsize.serve.asks import Ask, Counts, Deliver, End, Full, Room
 from outsize.serve.drafts import Drafter
-from outsize.serve.pages import Move, Pages
+from outsize.serve.pages import books_of
 from outsize.serve.policies import Policy, Step, View, first_come
 from outsize.serve.request import Feed, Piece, Request, Shares, foretold, load_of
 from outsize.serve.slo import Drift, Load, limits, shown, spans, wait
@@ -60,7 +61,7 @@ class Line:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.room, self.counts = room, Counts()
-        self.pages = Pages(room.pages, room.page, sharing, room.below, room.price)
+        self.pages = books_of(room, sharing)
         self._policy, self._drafter = policy, drafter
         self.clock, self.drift, self.shares = clock, Drift(), Shares()
         self.said, self.slots = 0.0, room.slots
@@ -169,15 +170,15 @@ class Line:
             if request.slot is None and (barred or not self._begin(request, wanted)):
                 barred = True  # those behind it do not overtake
                 continue
-            start, waiting, pages = request.fed, request.tokens, self.pages.of(key)
+            start, waiting = request.fed, request.tokens
             count = min(count, waiting)
-            if start + count > len(pages) * size:
+            if self.pages.missing(key, start + count):
                 if not self._freed(request, start + count, wanted):
                     continue  # its turn comes when somebody before it has ended
                 self.pages.extend(key, start + count)
             assert request.slot is not None
             ahead = waiting - count
-            part = Part(pages, start, count, ahead, request.slot)
+            part = Part(self.pages.of(key), start, count, ahead, request.slot)
             request.told, request.fault, request.draft = [], None, ()
             order.append(request)
             pieces.append((start, count, not ahead))
@@ -270,7 +271,7 @@ class Line:
         if lacking <= 0:
             return True
         behind = list(_behind(self.requests, request, order))
-        if lacking > sum(len(self.pages.of(one.key)) for one in behind):
+        if lacking * self.pages.size > sum(self.pages.room(one.key) for one in behind):
             return False
         for one in behind:
             self._interrupt(one)
@@ -297,11 +298,11 @@ class Line:
         """A draft behind the token that waits, in pages that nobody has. Each of its tokens is fed
         as if it were the last one that is known."""
         assert request.drafter is not None
-        room = len(part.pages) + self.pages.left
+        room = self.pages.room(request.key) + self.pages.left * self.pages.size
         most = min(
             left,
             request.ask.max_new_tokens - request.drawn - 1,
-            room * self.pages.size - part.stop,
+            room - part.stop,
             self.limit - part.stop,
         )
         request.draft = request.drafter.propose(request.ids, most) if most > 0 else ()

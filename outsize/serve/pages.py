@@ -15,6 +15,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from outsize.decode.caches import CACHES, Books, Move
+from outsize.serve.asks import Room
 from outsize.serve.price import FREE, Price
 
 _BEGINNING = 0  # stands for what is before a sequence's first page
@@ -38,14 +40,6 @@ class _Known(NamedTuple):
     key: _Key
     name: int
     start: int
-
-
-class Move(NamedTuple):
-    """What a page holds goes below, out, or comes back. slot: its place there."""
-
-    page: int
-    slot: int
-    out: bool
 
 
 class _Below:
@@ -81,8 +75,8 @@ class _Below:
 class Pages:
     """So many pages of so many tokens, `tokens` in all. sharing: pages that are full are kept and
     shared; below: slots for those that are pushed out; price: of what comes back, and what is
-    computed again; moves: to be made before the next step; used: pages that anybody has had by
-    now, the first ones."""
+    computed again; moves: to be made before the next step; changed: always empty, for all pages
+    have memory; used: pages that anybody has had by now, the first ones."""
 
     def __init__(
         self, count: int, size: int, sharing: bool = True, below: int = 0, price: Price = FREE
@@ -99,7 +93,7 @@ class Pages:
         self._held: dict[int, _Held] = {}
         self._below, self._slots, self._price = _Below(below), below, price
         self._wanted = set[int]()  # pages whose tokens are likely to be asked for again
-        self.moves = list[Move]()
+        self.moves, self.changed = list[Move](), dict[int, int]()
 
     @property
     def left(self) -> int:
@@ -130,12 +124,15 @@ class Pages:
     def of(self, owner: int) -> list[int]:
         return self._held[owner].pages
 
+    def room(self, owner: int) -> int:
+        return len(self._held[owner].pages) * self.size
+
     def begin(self, owner: int, ids: Sequence[int]) -> int:
         """A request comes; gives how many of its tokens have been kept, one fewer than all at
         most."""
         held = self._held[owner] = _Held()
         for index in range((len(ids) - 1) // self.size if self.sharing else 0):
-            if not self._found(held, (held.last, self._some(ids, index))):
+            if not self._found(held, (held.last, _some(ids, index, self.size))):
                 break
         return held.named * self.size
 
@@ -145,7 +142,7 @@ class Pages:
         held = self._held[owner]
         start, keys, last = held.named * self.size, list[_Key](), held.last
         for index in range(held.named, (len(ids) - 1) // self.size):
-            key = last, self._some(ids, index)
+            key = last, _some(ids, index, self.size)
             page = self._known.get(key)
             name = self._below.named(key) if page is None else self._full[page].name
             if name is None:
@@ -177,7 +174,7 @@ class Pages:
         """The pages hold the first so many of these tokens: what is full is known."""
         held = self._held[owner]
         while self.sharing and (held.named + 1) * self.size <= tokens:
-            page, key = held.pages[held.named], (held.last, self._some(ids, held.named))
+            page, key = held.pages[held.named], (held.last, _some(ids, held.named, self.size))
             known = self._known.setdefault(key, page)
             if known == page:
                 name = self._below.named(key)  # so that those behind it are found there too
@@ -209,9 +206,6 @@ class Pages:
             if page in self._kept:
                 del self._kept[page]
                 self._free.append(page)
-
-    def _some(self, ids: Sequence[int], index: int) -> tuple[int, ...]:
-        return tuple(ids[index * self.size : (index + 1) * self.size])
 
     def _found(self, held: _Held, key: _Key) -> bool:
         """Give a request the page that holds its next tokens, if there is one."""
@@ -260,3 +254,14 @@ class Pages:
     def _forget(self, page: int) -> None:
         del self._known[self._full.pop(page).key]
         self._wanted.discard(page)
+
+
+def _some(ids: Sequence[int], index: int, size: int) -> tuple[int, ...]:
+    return tuple(ids[index * size : (index + 1) * size])
+
+
+def books_of(room: Room, sharing: bool) -> Books:
+    """Of a room, as its cache lies. sharing: as of Pages, where they can be."""
+    if room.lies:
+        return CACHES.get(room.lies).books(room.pages, room.page, room.slots + 1, room.context)
+    return Pages(room.pages, room.page, sharing, room.below, room.price)

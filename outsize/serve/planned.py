@@ -16,7 +16,6 @@ from outsize.checkpoint.hub import Described
 from outsize.collectives import Mesh, along
 from outsize.collectives.pretend import PretendWorld
 from outsize.decode.generate import Request
-from outsize.decode.paged import PAGE
 from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError
 from outsize.hardware import host
@@ -24,10 +23,10 @@ from outsize.memory.sizes import format_bytes
 from outsize.models.decoder import Decoder, typed
 from outsize.parallel.tensor.decoder import split
 from outsize.runtime.tokens.cycle import layout_of
-from outsize.serve.asks import Room
 from outsize.serve.below import settled
 from outsize.serve.budget import over_stages
 from outsize.serve.forecast import Spread, give, read_rate
+from outsize.serve.lying import notes_on, refuse
 from outsize.serve.price import Curve, Price
 from outsize.serve.probed import probed
 from outsize.serve.room import (
@@ -40,6 +39,7 @@ from outsize.serve.room import (
     fitting,
     notes_of,
     on_mesh,
+    room_of,
     sizes_of,
 )
 from outsize.serve.shells import shells
@@ -62,6 +62,7 @@ def planned(
     spread = Spread.of(found, mesh, dtype)
     model = shells(found, spread.dtypes, torch.device("cpu"))
     split(model, along(PretendWorld(Mesh(tensor=mesh.tensor)), "tensor"))
+    refuse(wanted.lies, torch.device("cpu"), mesh.size)
     context = context_of(found.model, wanted.context)
     tokens, width = min(wanted.budget, context), spread.dtypes["prologue.tokens.weight"]
     each = [block.mixer.states(width) for block in typed(model.blocks)]
@@ -84,10 +85,7 @@ def planned(
         weights, pages, price, staying = _from_files(
             spread, model, sizes, memory, tokens, context, dtype
         )
-    queue = wanted.queue if wanted.queue is not None else 4 * pages * PAGE
-    room = Room(
-        pages, PAGE, wanted.requests, tokens, queue, context, price, wanted.slo, wanted.cache
-    )
+    room = room_of(wanted, sizes[0], pages, tokens, context, price)
     shares = tuple(
         (own, pages * one.page + one.slots, one.work)
         for own, one in zip(weights, sizes, strict=True)
@@ -98,8 +96,9 @@ def planned(
     if below is not None:
         below.close()
     notes = (
-        *notes_of(model, left, wanted.cache), *staying, *on_mesh(mesh, room, [0.0] * mesh.size),
-        *unkept(wanted.slo, price, min(PROMPT, context), tokens), *why,
+        *notes_of(model, left, wanted.form), *staying, *on_mesh(mesh, room, [0.0] * mesh.size),
+        *unkept(wanted.slo, price, min(PROMPT, context), tokens), *notes_on(room, sizes[0].page),
+        *why,
     )  # fmt: skip
     where = str(mesh) if mesh.size > 1 else ""
     return Served(room, None, *shares[0], notes, where, shares)
@@ -132,7 +131,7 @@ def _from_files(
     asked = [Needs(pages * one.page + one.slots, one.work, tokens - 1) for one in sizes]
     rooms = [budget.short(own) for (_, budget), own in zip(budgets, asked, strict=True)]
     if (worst := max(rooms, key=lambda room: room.missing)).missing:
-        raise worst.refusal(pages * PAGE)
+        raise worst.refusal(pages * sizes[0].tokens)
     lies = [
         layout_of(known, budget.pool(own))
         for (known, budget), own in zip(budgets, asked, strict=True)

@@ -10,11 +10,12 @@ from zlib import crc32
 
 from outsize.collectives import Lone, Mesh, World
 from outsize.collectives.world import steady, told
+from outsize.decode import caches
 from outsize.decode.generate import Request
 from outsize.decode.paged import PAGE
 from outsize.decode.runs import singly
 from outsize.decode.samplers import Sampling
-from outsize.errors import OutsizeError, counted, nearest
+from outsize.errors import OutsizeError, counted
 from outsize.hardware import host
 from outsize.hardware.disk import OPERATION
 from outsize.kernels import native, rows
@@ -30,6 +31,7 @@ from outsize.serve.below import Below, settled
 from outsize.serve.budget import Budget
 from outsize.serve.drafts import MOST
 from outsize.serve.files import InFiles
+from outsize.serve.lying import notes_on, page_of, refuse
 from outsize.serve.meshed import OnMesh
 from outsize.serve.model import Model
 from outsize.serve.price import Curve, Price
@@ -47,8 +49,9 @@ _CACHE = 0.25  # of a budget that does not hold all weights, which pages may hav
 @dataclass(frozen=True)
 class Wanted:
     """What is said of serving; None: what follows from the model and the machine. queue: tokens of
-    waiting requests; drafts: whether steps look at drafts; slo: what is promised; cache: the
-    form of what pages hold; below: where pages go that are pushed out, the first one first."""
+    waiting requests; drafts: whether steps look at drafts; slo: what is promised; cache: the form
+    of what pages hold, how they lie, or both (outsize/decode/caches.py); below: where pages go that
+    are pushed out, the first one first."""
 
     context: int | None = None
     requests: int = 16
@@ -60,8 +63,17 @@ class Wanted:
     below: tuple[TierSpec, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.cache not in FORMS:
-            raise OutsizeError(f"cache is {self.cache!r}{nearest(self.cache, tuple(FORMS))}")
+        caches.parse(self.cache)
+
+    @property
+    def form(self) -> str:
+        """Of what pages hold."""
+        return caches.parse(self.cache)[0]
+
+    @property
+    def lies(self) -> str:
+        """How the cache does, "" for pages that lie anywhere."""
+        return caches.parse(self.cache)[1]
 
 
 @dataclass(frozen=True)
@@ -89,11 +101,12 @@ class Served:
         whole = ", ".join(format_bytes(sum(each)) for each in self.shares)
         each = " of each stage" if len(self.shares) > 1 else ""
         where = f"on {self.mesh} a worker{each} holds: " if self.mesh else ""
+        lies = f", {room.lies}" if room.lies else ""
         prompt, price = min(PROMPT, room.context), room.price
         first, token = price.alone(prompt, room.budget), price.next(prompt)
         return [
             f"{where}weights {weights}; cache {cache} for"
-            f" {room.pages * room.page:,} tokens in pages of {room.page}; a step of at most"
+            f" {room.pages * room.page:,} tokens in pages of {room.page}{lies}; a step of at most"
             f" {counted(room.budget, 'token')} works in {work}:"
             f" {whole} in all, Python and PyTorch on top",
             f"up to {counted(room.slots, 'request')} at once, of {room.context:,} tokens each;"
@@ -130,9 +143,10 @@ class Served:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes: of a page, of all slots, of a step's work; pages that a request, and as many as may go
-    at once, need."""
+    """Tokens of a page; bytes: of a page, of all slots, of a step's work; pages that a request, and
+    as many as may go at once, need."""
 
+    tokens: int
     page: int
     slots: int
     work: int
@@ -150,16 +164,14 @@ def served(model: Model, wanted: Wanted, tell: Callable[[str], object] = str) ->
     budget, dtype = min(wanted.budget, context), held.dtypes["prologue.tokens.weight"]
     each = [block.mixer.states(dtype) for block in typed(model.blocks)]
     left = [one for layer, some in enumerate(each) if held.has(layer + 1) for one in some]
+    refuse(wanted.lies, held.device, world.mesh.size)
     sizes = sizes_of(held, left, wanted, context, budget)
     pages = _pages(home, world, sizes, context)
     found = Needs(pages * sizes.page + sizes.slots, sizes.work, budget - 1)
-    session = None if home is None else home.ready_for(found, pages * PAGE)
-    notes = notes_of(model, [one for some in each for one in some], wanted.cache)
-    queue = wanted.queue if wanted.queue is not None else 4 * pages * PAGE
+    session = None if home is None else home.ready_for(found, pages * sizes.tokens)
+    notes = notes_of(model, [one for some in each for one in some], wanted.form)
     price = _price(model, home, budget, context)
-    room = Room(
-        pages, PAGE, wanted.requests, budget, queue, context, price, wanted.slo, wanted.cache
-    )
+    room = room_of(wanted, sizes, pages, budget, context, price)
     if home is None:
         weights = sum(x.nbytes for x in {id(x): x for x in model.parameters()}.values())
         alone = singly(model)
@@ -176,6 +188,7 @@ def served(model: Model, wanted: Wanted, tell: Callable[[str], object] = str) ->
     room, below, why = settled(
         room, wanted.below, sizes.page, world.mesh.size, left, held.device, tell
     )
+    why = (*notes_on(room, sizes.page), *why)
     notes = (*notes, *on_mesh(world.mesh, room, _machines(world)), *lone, *why)
     return Served(room, session, weights, found.cache, found.work, notes, mesh, stages, below)
 
@@ -203,16 +216,29 @@ def page_bytes(left: Iterable[StateSpec], form: Form, page: int = PAGE) -> int:
     return page * found
 
 
+def room_of(
+    wanted: Wanted, sizes: Sizes, pages: int, budget: int, context: int, price: Price
+) -> Room:
+    queue = wanted.queue if wanted.queue is not None else 4 * pages * sizes.tokens
+    return Room(
+        pages, sizes.tokens, wanted.requests, budget, queue, context, price, wanted.slo,
+        wanted.form, lies=wanted.lies,
+    )  # fmt: skip
+
+
 def sizes_of(
     held: Held, left: Sequence[StateSpec], wanted: Wanted, context: int, budget: int
 ) -> Sizes:
     asked = Request((0,) * budget, 1, Sampling(1.0))
     drawn = min(budget + wanted.requests, wanted.requests * (1 + wanted.drafts * MOST))
     logits = drawn * held.config.vocab * held.dtypes["prologue.tokens.weight"].itemsize * held.last
-    least, page = math.ceil(context / PAGE), page_bytes(left, FORMS[wanted.cache])
+    form = FORMS[wanted.form]
+    tokens = page_of(wanted.lies, left, form)
+    least, page = math.ceil(context / tokens), page_bytes(left, form, tokens)
     disks = sum(one.medium == "disk" for one in wanted.below)
     moving = page + disks * OPERATION if wanted.below and held.device.type == "cpu" else 0
     return Sizes(
+        tokens=tokens,
         page=page,
         slots=(wanted.requests + 1) * sum(one.bytes(1) for one in left if one.per == "sequence"),
         work=needs(held, asked, budget).work + logits + moving,

@@ -8,13 +8,14 @@ tensors likewise). Requests are where tokens are drawn, so that none has to be b
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from outsize.collectives import Collective, Mesh, everyone
+from outsize.decode.caches import CACHES
 from outsize.decode.generate import Draw
 from outsize.decode.paged import PagedCache, PagedPast, Part
 from outsize.decode.runs import runs_of
@@ -118,6 +119,14 @@ class Told:
         return numbers_N
 
 
+def _cache(room: Room) -> PagedCache:
+    """For all that go at once, and one text that is looked at."""
+    if room.lies:
+        lying = CACHES.get(room.lies)
+        return lying.cache(room.page, room.slots + 1, room.context, room.cache)
+    return PagedCache(room.pages, room.page, room.slots + 1, room.cache)
+
+
 class Steps:
     """Plays the steps of a served model, with what this worker keeps of its tokens: pages of the
     layers and heads that are here. leads: whether this is the worker that has the requests; the
@@ -128,8 +137,7 @@ class Steps:
         self, model: Model, room: Room, session: Session | None, pulse: Heartbeat | None = None
     ) -> None:
         assert (model.home is None) == (session is None), "who has the weights plays the steps"
-        one = 1  # to score in
-        self._cache = PagedCache(room.pages, room.page, room.slots + one, room.cache)
+        self._cache = _cache(room)
         self._own = session is None
         self.runs = runs_of(model) if session is None else None
         self._session = session or Session(model, run=self.runs)
@@ -151,6 +159,10 @@ class Steps:
     def page(self, page: int) -> list[Tensor]:
         """What it holds, of the layers that are here, each contiguous."""
         return [x[page] for x in self._cache.tensors]
+
+    def hold(self, pages: Mapping[int, int]) -> None:
+        """By the place of a request, the pages that have memory from now on."""
+        self._cache.hold(pages)
 
     def feed(self, parts: Sequence[Part], ids: Sequence[int], draws: Sequence[Draw]) -> None:
         """A step that draws. All else is told by then."""
