@@ -13,6 +13,7 @@ import torch
 
 from outsize.checkpoint import adapters
 from outsize.collectives import Mesh
+from outsize.decode.caches import CACHES
 from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError
 from outsize.kernels import native
@@ -21,7 +22,9 @@ from outsize.models.build import build
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder, typed
 from outsize.models.families import parse
+from outsize.models.seams import StateSpec
 from outsize.serve.asks import Ask, Room
+from outsize.serve.lying import page_of
 from outsize.serve.meshed import check_mesh
 from outsize.serve.policies import POLICIES
 from outsize.serve.price import Curve, Price
@@ -58,10 +61,14 @@ class Subject:
     @property
     def exact(self) -> bool:
         """Whether a request's bits are its own below float64."""
+        left = self.left(torch.float32)
+        return native.library() is not None and all(one.per == "token" for one in left)
+
+    def left(self, dtype: torch.dtype) -> list[StateSpec]:
+        """What layers keep of tokens."""
         with torch.device("meta"):
             blocks = typed(Decoder(self.config).blocks)
-        left = (one for block in blocks for one in block.mixer.states(torch.float32))
-        return native.library() is not None and all(one.per == "token" for one in left)
+        return [one for block in blocks for one in block.mixer.states(dtype)]
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,7 @@ class Setting:
             f"prompts {', '.join(str(len(one.ids)) for one in asks)}",
             f"new {', '.join(str(one.max_new_tokens) for one in asks)}",
             f"cache {room.cache}" * (room.cache != AS_STORED),
+            f"cache {room.lies}" * bool(room.lies),
             f"draft {self.draft}" * bool(self.draft),
             f"{room.below} pages below" * bool(room.below),
             f"which fail behind {self.fails} moves" * bool(self.fails),
@@ -119,6 +127,7 @@ def features(setting: Setting) -> Iterator[str]:
         (f"draft {setting.draft}", setting.draft),
         (f"mesh {setting.mesh}", setting.mesh.size > 1),
         (f"cache {setting.room.cache}", setting.room.cache != AS_STORED),
+        (f"cache {setting.room.lies}", setting.room.lies),
         ("memory below the weights", setting.below),
         ("pages below", setting.room.below),
         ("pages below that fail", setting.fails),
@@ -180,9 +189,22 @@ def drawn(seed: int, subject: Subject | None, precision: str | None = None) -> S
     )
     made = _with_below(Random(f"{seed} below"), made)
     cache = draw.choice((*(AS_STORED,) * 4, *FORMS))
-    if chosen == EXACT:  # by codes, rounding elsewhere would show
+    if chosen != EXACT:  # by codes, rounding elsewhere would show
+        made = replace(made, room=replace(made.room, cache=cache))
+    return _lying(Random(f"{seed} lies"), made)
+
+
+def _lying(draw: Random, made: Setting) -> Setting:
+    """Of one worker, with nothing below, as another cache than pages lies, now and then: of about
+    as many tokens."""
+    lies = draw.choice(("", *CACHES.names()))
+    room = made.room
+    if not lies or made.mesh.size > 1 or room.below:
         return made
-    return replace(made, room=replace(made.room, cache=cache))
+    left = made.subject.left(getattr(torch, made.precision))
+    page = page_of(lies, left, FORMS[room.cache])
+    pages = max(-(-room.context // page), room.pages * room.page // page)
+    return replace(made, room=replace(room, lies=lies, page=page, pages=pages))
 
 
 def _with_below(draw: Random, made: Setting) -> Setting:

@@ -148,9 +148,8 @@ def _opened(setting: Setting, model: Decoder, stack: ExitStack, world: World) ->
         return made, spread.session
     memory = setting.below * sum(one.nbytes for one in model.parameters())
     room = setting.room
-    wanted = Wanted(
-        room.context, room.slots, room.budget, drafts=bool(setting.draft), cache=room.cache
-    )
+    cache = f"{room.cache}+{room.lies}" if room.lies else room.cache
+    wanted = Wanted(room.context, room.slots, room.budget, drafts=bool(setting.draft), cache=cache)
     for _ in range(20):  # up to what a step needs beside the weights
         found = hub.describe(directory, setting.subject.config)
         home = InFiles(found, Limits(int(memory)), dtype, "cpu", world)

@@ -37,7 +37,7 @@ def test_draws_are_of_their_seeds_and_many_kinds() -> None:
     assert {"draft lookup", "draft wrong", "memory below the weights", "interrupted"} < seen
     assert {"mesh pipeline=2", "mesh tensor=2"} < seen
     assert {"prompts in slices", "few slots", "asked late", "cancelled", "policy mixed"} < seen
-    assert {"cache bf16", "cache int8", "cache int4"} < seen
+    assert {"cache bf16", "cache int8", "cache int4", "cache contiguous"} < seen
     assert {"precision float64", "precision float32", "precision bfloat16"} < seen
     assert drawn(5, None) == drawn(5, None) != drawn(6, None)
 
