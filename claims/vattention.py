@@ -134,10 +134,13 @@ def best(model: Model, batch: int, length: int) -> tuple[dict[str, Run], bool]:
             found.setdefault(way, []).append(ran(model, room, asks))
     runs = [run for some in found.values() for run in some]
     quickest = {
-        way: Run(*(min(getattr(run, name) for run in some) for name in ("prompts", "each")),
-                 min(run.committing for run in some))
+        way: Run(
+            min(run.prompts for run in some),
+            min(run.each for run in some),
+            min(run.committing for run in some),
+        )
         for way, some in found.items()
-    }  # fmt: skip
+    }
     return quickest, all(run.told == runs[0].told for run in runs)
 
 

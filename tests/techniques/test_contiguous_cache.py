@@ -6,6 +6,7 @@ import ctypes
 import mmap
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 from decoders import CONFIGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import outsize
 from outsize.cli.main import main
@@ -23,6 +25,7 @@ from outsize.errors import OutsizeError
 from outsize.kernels.pages import FORMS
 from outsize.memory.reserved import Reserved
 from outsize.memory.tiers import disk_tier
+from outsize.models.attention import LocalAttend
 from outsize.models.build import build
 from outsize.models.decoder import typed
 from outsize.models.families import parse as family
@@ -59,7 +62,7 @@ def asks() -> list[Ask]:
     ]
 
 
-def lying(model: Model, form: str = "as-stored", pages: int = 99, **said: object) -> Room:
+def lying(model: Model, form: str = "as-stored", pages: int = 99, **said: Any) -> Room:
     """The same room, contiguous, of fewer pages if need be."""
     blocks, dtype = typed(model.blocks), model.prologue.tokens.weight.dtype
     left = [one for block in blocks for one in block.mixer.states(dtype)]
@@ -96,6 +99,31 @@ def test_what_is_told_is_what_pages_tell_bit_for_bit(name: str) -> None:
         (lying(model, form, pages=0, budget=90), "feedback", ""),
     ):
         assert told(model, some, room, policy, draft) == right
+
+
+def test_attention_of_training_reads_the_cache_where_it_lies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a slice of a prompt behind another one: nothing is gathered, and no kernel of pages runs
+    but for single tokens."""
+    model, ask = model_of("llama"), asks()[0]
+    buffers, seen = list[Tensor](), list[int]()
+    own, attend = StretchedCache._empty, LocalAttend.__call__
+
+    def made(self: StretchedCache, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        buffers.append(own(self, shape, dtype))
+        return buffers[-1]
+
+    def attended(self: LocalAttend, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Tensor:
+        ends = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in buffers]
+        if any(first <= k.data_ptr() < last for first, last in ends):
+            seen.append(len(q))
+        return attend(self, q, k, v, *more)
+
+    monkeypatch.setattr(StretchedCache, "_empty", made)
+    monkeypatch.setattr(LocalAttend, "__call__", attended)
+    told(model, [ask], lying(model, budget=66), "mixed")
+    assert seen == [66, 66] and len(ask.ids) == 66 + 66 + 38
 
 
 def test_tokens_in_float64_are_those_of_pages() -> None:
