@@ -50,7 +50,8 @@ def load(
     initial values from `seed`; "int4" or another of `outsize keys weights` (int4:32: with groups of
     32) has the blocks' matrices as codes of so few bits, quantised while they are read, and with
     "+head" behind it the head as codes of 8, with "+a8" what codes are multiplied by rounded to 8
-    bits; "plain" as they are, of a run whose base is held so.
+    bits, with "+outliers" but for those of magnitude 6 or more; "plain" as they are, of a run whose
+    base is held so.
     Memory while loading is the model and one block. Raises OutsizeError naming file and tensor for
     what is unknown, missing or damaged.
 

@@ -61,7 +61,7 @@ FAREWELL = 5.0  # seconds in which who waits is told that a worker has failed
               " repeats itself; what comes is the same.")  # fmt: skip
 @click.option("--weights", metavar="FORMAT", help="as-stored, bf16, or the blocks' matrices in a"
               " format of outsize keys weights, +head behind it: the head in 8 bits; +a8: what they"
-              " multiply in 8 bits too.")  # fmt: skip
+              " multiply in 8 bits too, +outliers: but for its outliers.")  # fmt: skip
 @click.option("--cache", default="as-stored", show_default=True, metavar="FORM", help="Hold keys"
               " and values as bf16, or as intN in N = 8 or 4 bits, rounded; contiguous, or behind"
               " one of these +contiguous: one behind another, not in pages.")  # fmt: skip

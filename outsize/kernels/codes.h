@@ -25,6 +25,7 @@ constexpr int64_t MOST = 256;       // numbers of a group
 enum Order { BYTES = 0, HALVES = 1, PAIRS = 2 };
 constexpr float FROM_MINUS_8[] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 enum Scales { APART = 0, BFLOAT16 = 1, FLOAT16 = 2 };  // in an array, or the first of a block's bytes
+enum Eights { NOT = 0, ROUNDED = 1, OUTLIERS = 2 };      // 2: but for numbers of great magnitude
 
 inline void bytes(const uint8_t* codes, int64_t group, float scale, float* out) {
     for (int64_t i = 0; i < group; ++i) out[i] = float(int8_t(codes[i])) * scale;
@@ -125,9 +126,10 @@ struct Layout {
     int order, scales;
     int64_t group, block, head;  // numbers, bytes, and bytes before the codes
     const float *apart, *table;  // scales by block; values of 16 codes
+    int64_t every;               // blocks of a scale that lies apart
 
     float scale(const uint8_t* block, int64_t index) const {
-        if (scales == APART) return apart[index];
+        if (scales == APART) return apart[index / every];
         uint16_t bits;
         std::memcpy(&bits, block, sizeof bits);
         return scales == BFLOAT16 ? wide(bfloat16{bits}) : half(bits);
@@ -148,16 +150,17 @@ inline void one(const uint8_t* blocks, const Layout& layout, int64_t index, floa
 
 // A weight (outputs, inner) as outsize/kernels/rows.py says it, with what is added. data: in the
 // dtype of what it is multiplied by, or, where group is not 0, blocks of codes, rows one behind
-// another. table: null where codes of 4 bits count from -8. eights: what it is multiplied by is rounded
-// to 8 bits (eights.cpp).
+// another. table: null where codes of 4 bits count from -8. eights: whether what it is multiplied by is
+// rounded to 8 bits (eights.cpp). every: blocks of a scale.
 struct Matrix {
     const void *data, *bias;
     const float *scales, *table;
     int64_t outputs, inner, group, block, head;
-    int32_t order, kind, eights, unused;
+    int32_t order, kind, eights, every;
 
     Layout layout() const {
-        return {order, kind, group, block, head, scales, table ? table : FROM_MINUS_8};
+        return {order, kind, group, block, head, scales, table ? table : FROM_MINUS_8,
+                every};
     }
 };
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outsize.kernels import native
-from outsize.kernels.rows import Matrix, matrix
+from outsize.kernels.rows import ROUNDINGS, Matrix, Rounding, matrix
 
 # "bytes": signed codes of 8 bits; of 4 bits "halves": the first half of a group in the lower bits,
 # "pairs": neighbours in a byte, the first in its upper bits.
@@ -22,15 +22,16 @@ _HEADS = (None, torch.bfloat16, torch.float16)  # of scales, by the numbers of c
 
 
 class Laid(NamedTuple):
-    """Blocks and what their codes stand for. scales: (N, 1) float32, or the dtype of those that
-    blocks begin with; table: the values of 16 codes, float32; None: bytes as they are, and 4 bits
-    from -8 on; head: bytes before a block's codes."""
+    """Blocks and what their codes stand for. scales: (N / every, 1) float32, or the dtype of those
+    that blocks begin with; table: the values of 16 codes, float32; None: bytes as they are, and 4
+    bits from -8 on; head: bytes before a block's codes; every: blocks of a scale."""
 
     blocks_NB: Tensor
     scales: Tensor | torch.dtype
     table: Tensor | None
     order: Order
     head: int
+    every: int = 1
 
     @property
     def ready(self) -> bool:
@@ -44,9 +45,9 @@ class Laid(NamedTuple):
         size = self.blocks_NB.shape[1] - self.head
         return size if self.order == "bytes" else 2 * size
 
-    def matrix(self, inner: int, bias_O: Tensor | None = None, eights: bool = False) -> Matrix:
+    def matrix(self, inner: int, bias_O: Tensor | None = None, eights: Rounding = "") -> Matrix:
         """Of a weight of so many inputs, as the passes in C++ read it. It points at tensors, which
-        are to live as long. eights: what it is multiplied by is rounded (eights.py)."""
+        are to live as long. eights: how what it is multiplied by is rounded (eights.py)."""
         count, block = self.blocks_NB.shape
         scales = self.scales if isinstance(self.scales, Tensor) else None
         group = self.group
@@ -55,19 +56,20 @@ class Laid(NamedTuple):
             None if x is None else x.data_ptr() for x in (scales, self.table)
         )
         made.group, made.block, made.head = group, block, self.head
-        made.order, made.eights = _ORDERS[self.order], int(eights)
+        made.order, made.eights = _ORDERS[self.order], ROUNDINGS.index(eights)
+        made.every = self.every
         made.kind = _HEADS.index(None if isinstance(self.scales, Tensor) else self.scales)
         return made
 
 
 def decoded(laid: Laid, dtype: torch.dtype = torch.float32) -> Tensor:
     """(N, G) in `dtype`, each a product in float32 that is rounded once."""
-    blocks_NB, scales, table, order, head = laid
+    blocks_NB, scales, table, order, head, every = laid
     kind = 0 if isinstance(scales, Tensor) else _HEADS.index(scales)
     if laid.ready and native.reads(blocks_NB.new_empty(0, dtype=dtype)):
         given = scales if isinstance(scales, Tensor) else None
         y: Tensor = torch.ops.outsize.decode.default(
-            blocks_NB, given, table, _ORDERS[order], kind, head, dtype
+            blocks_NB, given, table, _ORDERS[order], kind, head, every, dtype
         )
         return y
     return plain(blocks_NB, _apart(laid), table, order, head).to(dtype)
@@ -82,7 +84,7 @@ def whole(laid: Laid) -> tuple[Tensor, Tensor]:
 
 def _apart(laid: Laid) -> Tensor:
     if isinstance(laid.scales, Tensor):
-        return laid.scales
+        return laid.scales.repeat_interleave(laid.every, 0)
     return laid.blocks_NB[:, : laid.scales.itemsize].contiguous().view(laid.scales).float()
 
 
@@ -110,6 +112,7 @@ def _allocate(
     order: int,
     kind: int,
     head: int,
+    every: int,
     dtype: torch.dtype,
 ) -> Tensor:
     group = (blocks.shape[1] - head) * (1 if order == 0 else 2)
@@ -123,13 +126,14 @@ def _run(
     order: int,
     kind: int,
     head: int,
+    every: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    y = _allocate(blocks, scales, table, order, kind, head, dtype)
+    y = _allocate(blocks, scales, table, order, kind, head, every, dtype)
     where = _HEADS[kind]
     if where is None:
         assert scales is not None, "they lie apart"
-        laid = Laid(blocks, scales, table, _NAMES[order], head)
+        laid = Laid(blocks, scales, table, _NAMES[order], head, every)
     else:
         laid = Laid(blocks, where, table, _NAMES[order], head)
     weight = laid.matrix(y.shape[1])
@@ -142,7 +146,7 @@ def _run(
 _OPERATORS = (
     native.define(
         "decode(Tensor blocks, Tensor? scales, Tensor? table, int order, int kind, int head,"
-        " ScalarType dtype) -> Tensor",
+        " int every, ScalarType dtype) -> Tensor",
         _run,
         _allocate,
     ),

@@ -1,13 +1,15 @@
 // Products by codes that are whole numbers, of rows that are rounded to whole numbers of 8 bits too:
-// each group of a row has a scale of its own, its largest magnitude over 127. Sums over a group are
-// exact; then groups follow one another in float32, each number multiplied by the row's scale, then
-// by the weight's, then added, each time rounded. So a row's bits depend on nothing but the row, and
-// any processor gives them. The twin is `plain` in eights.py.
+// as much of a row as one scale of the weight is for has a scale of its own, its largest magnitude over
+// 127. Sums over a group are exact; then groups follow one another in float32, each number multiplied by
+// the row's scale, then by the weight's, then added, each time rounded. Outliers of a row, where they
+// are apart, are multiplied one after another and added at the end. So a row's bits depend on nothing
+// but the row, and any processor gives them. The twin is `plain` in eights.py.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "codes.h"
 #include "team.h"
@@ -24,6 +26,7 @@ constexpr int64_t TASK = 64;        // outputs of a task
 constexpr int64_t FEW = 2;          // rows for which codes of 8 bits are taken as they lie
 constexpr int32_t ZERO = 8;         // the code of 0, of 4 bits
 constexpr uint32_t LEAST = 0x0da24260u, NOT_FINITE = 0x7f800000u;  // 1e-30, bits of magnitudes
+constexpr uint32_t OUTLIER = 0x40c00000u;                                // 6, from which on it is apart
 
 #if defined(__AVX2__)
 constexpr bool VECTORS = true;
@@ -60,6 +63,15 @@ inline int32_t begin_of(const int8_t* x) {
 inline int32_t begin_of(const int8_t*) { return 0; }  // of passes by vectors alone
 #endif
 
+inline uint32_t magnitude(float x) { return __builtin_bit_cast(uint32_t, x) & 0x7fffffffu; }
+inline bool apart(uint32_t magnitude) { return magnitude >= OUTLIER && magnitude < NOT_FINITE; }
+
+// A number of a row that is multiplied as it is: which of its group's.
+struct Outlier {
+    int32_t group, index;
+    float value;
+};
+
 // Rows, rounded. Of each group all rows, one after another: so many whole numbers, and the scale.
 struct Eights {
     const Matrix& w;
@@ -67,12 +79,14 @@ struct Eights {
     const bool four, turned;  // codes of 4 bits; the order in which the passes by vectors take them
     const int64_t size;       // bytes of a group
     Buffer numbers, scales, begins;
+    std::vector<std::vector<Outlier>> outliers;  // by row, where they are apart
 
     Eights(const Matrix& weight, int64_t count)
         : w(weight), rows(count), groups(w.inner / w.group), chunks(w.group / CHUNK),
           four(w.order == HALVES), turned(VECTORS && w.group % CHUNK == 0 && (four || count > FEW)),
           size(w.group * (turned && !four ? 2 : 1)), numbers(buffer(rows * groups * size / 4 + 1)),
-          scales(buffer(rows * groups)), begins(buffer(turned && four ? rows * groups * chunks : 1)) {}
+          scales(buffer(rows * groups)), begins(buffer(turned && four ? rows * groups * chunks : 1)),
+          outliers(w.eights == OUTLIERS ? count : 0) {}
 
     uint8_t* at(int64_t group, int64_t row) const {
         return reinterpret_cast<uint8_t*>(numbers.get()) + (group * rows + row) * size;
@@ -83,18 +97,44 @@ struct Eights {
 
     template <class T>
     void take(const T* x, int64_t row) {
-        for (int64_t g = 0; g < groups; ++g) take(x + g * w.group, g, row);
+        const int64_t span = w.every * w.group;
+        for (int64_t g = 0; g < groups; g += w.every, x += span) {
+            const uint32_t most = outliers.empty() ? largest(x, span) : set_apart(x, span, g, row);
+            for (int64_t k = 0; k < w.every; ++k) take(x + k * w.group, most, g + k, row);
+        }
     }
 
     template <class T>
-    void take(const T* x, int64_t group, int64_t row) {
+    static uint32_t largest(const T* x, int64_t count) {
+        uint32_t most = 0;
+        for (int64_t i = 0; i < count; ++i) most = std::max(most, magnitude(wide(x[i])));
+        return most;
+    }
+
+    // The largest magnitude of what is left.
+    template <class T>
+    uint32_t set_apart(const T* x, int64_t count, int64_t group, int64_t row) {
+        uint32_t most = largest(x, count);
+        if (most < OUTLIER) return most;
+        most = 0;
+        for (int64_t i = 0; i < count; ++i) {
+            const float value = wide(x[i]);
+            if (apart(magnitude(value)))
+                outliers[row].push_back({int32_t(group + i / w.group), int32_t(i % w.group), value});
+            else
+                most = std::max(most, magnitude(value));
+        }
+        return most;
+    }
+
+    // most: the largest magnitude of what has this group's scale.
+    template <class T>
+    void take(const T* x, uint32_t most, int64_t group, int64_t row) {
         alignas(64) float from[MOST];
         alignas(64) int32_t whole[MOST];
-        uint32_t most = 0;
-        for (int64_t i = 0; i < w.group; ++i) {
-            from[i] = wide(x[i]);
-            most = std::max(most, __builtin_bit_cast(uint32_t, from[i]) & 0x7fffffffu);
-        }
+        for (int64_t i = 0; i < w.group; ++i) from[i] = wide(x[i]);
+        if (!outliers.empty())
+            for (int64_t i = 0; i < w.group; ++i) from[i] = apart(magnitude(from[i])) ? 0.0f : from[i];
         const bool some = most >= LEAST && most < NOT_FINITE;
         const float size = __builtin_bit_cast(float, most), none = most < NOT_FINITE ? 0 : NAN;
         const vec inverse = all(127.0f / size), shift = all(SHIFT);
@@ -329,6 +369,37 @@ inline void scales_of(const uint8_t* const* rows, int64_t groups, int64_t block,
     }
 }
 
+// The same of scales that lie apart.
+inline void scales_apart(const Matrix& w, int64_t first, int64_t groups, float* to) {
+    for (int64_t o = 0; o < ACROSS; ++o) {
+        const int64_t row = std::min(first + o, w.outputs - 1) * groups;
+        for (int64_t g = 0; g < groups; ++g) to[g * ACROSS + o] = w.scales[(row + g) / w.every];
+    }
+}
+
+// What is apart of a row, by ACROSS outputs, onto their sums.
+inline void add_outliers(const Eights& r, int64_t t, const uint8_t* const* rows, const float* scales,
+                         float* sums) {
+    vec sum[ACROSS / LANES] = {};
+    const int64_t half = r.w.group / 2;
+    for (const Outlier& x : r.outliers[t]) {
+        const int64_t from = x.group * r.w.block + r.w.head, i = x.index;
+        alignas(64) float codes[ACROSS];
+        for (int64_t o = 0; o < ACROSS; ++o) {
+            const uint8_t* at = rows[o] + from;
+            if (!r.four)
+                codes[o] = int8_t(at[i]);
+            else
+                codes[o] = (i < half ? at[i] & 15 : at[i - half] >> 4) - ZERO;
+        }
+        for (int64_t v = 0; v < ACROSS / LANES; ++v) {
+            const vec weight = load(codes + v * LANES) * load(scales + x.group * ACROSS + v * LANES);
+            sum[v] = sum[v] + held(all(x.value) * held(weight));
+        }
+    }
+    for (int64_t v = 0; v < ACROSS / LANES; ++v) store(sums + v * LANES, load(sums + v * LANES) + sum[v]);
+}
+
 // Sums of COUNT outputs, or of `some`, with what is added.
 template <int64_t COUNT, class T>
 inline void ended(const float* sums, int64_t rows, int64_t some, const T* bias, T* y, int64_t row) {
@@ -351,7 +422,9 @@ void panel(const Eights& r, int64_t first, float* work, T* y) {
     for (int64_t o = 0; o < ACROSS; ++o)  // the last again where there are no more
         rows[o] = static_cast<const uint8_t*>(r.w.data) + (first + std::min(o, count - 1)) * row;
     float *scales = work, *sums = work + r.groups * ACROSS;
-    if (layout.scales == FLOAT16)
+    if (layout.scales == APART)
+        scales_apart(r.w, first, r.groups, scales);
+    else if (layout.scales == FLOAT16)
         scales_of(rows, r.groups, layout.block, [](uint16_t bits) { return half(bits); }, scales);
     else
         scales_of(
@@ -366,6 +439,8 @@ void panel(const Eights& r, int64_t first, float* work, T* y) {
     auto* call = one_by_one;
 #endif
     call(r, rows, scales, sums);
+    for (int64_t t = 0; t < int64_t(r.outliers.size()); ++t)
+        if (!r.outliers[t].empty()) add_outliers(r, t, rows, scales, sums + t * ACROSS);
     const T* bias = r.w.bias ? static_cast<const T*>(r.w.bias) + first : nullptr;
     auto* end = count == ACROSS ? ended<ACROSS, T> : ended<0, T>;
     end(sums, r.rows, count, bias, y + first, r.w.outputs);
@@ -397,8 +472,7 @@ void product(const T* x, const Matrix& w, T* y, int64_t tokens, Team team) {
 
 extern "C" {
 
-// As outsize_rows_product, of a weight whose codes are bytes or halves that count from -8, with scales
-// in their blocks.
+// As outsize_rows_product, of a weight whose codes are bytes or halves that count from -8.
 void outsize_eights_product(int dtype, const void* x, const Matrix* w, void* y, int64_t tokens,
                             int threads, int index) {
     const Team team(threads, index);

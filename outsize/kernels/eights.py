@@ -1,12 +1,18 @@
 """Products of rows that are rounded to 8 bits by codes that are whole numbers: eights.cpp.
 
-Each group of a row, as long as the weight's own, becomes whole numbers of -127 to 127 and one scale
-(Yao et al., "ZeroQuant", 2022, which has one for each token; groups keep an outlier to
+As many numbers of a row as a scale of the weight is for become whole numbers of -127 to 127 and one
+scale (Yao et al., "ZeroQuant", 2022, which has one for each token; groups keep an outlier to
 itself). Sums of a group are whole and exact; those of groups are added in their order, each
 multiplied by the row's scale, then by the weight's, and rounded each time: any processor gives the
 same bits, for a row in any company.
 
-T rows, I inputs, O outputs, G groups, E numbers of a group.
+With outliers apart (Dettmers et al., "LLM.int8()", 2022), numbers of a magnitude of OUTLIER or more
+are left out of that, and multiplied as they are by what codes stand for: one after another in their
+order, each product and each sum rounded, and the whole added to the other. The paper takes a
+feature apart where any token of the batch has an outlier; here a token's are its own, and its
+numbers depend on no other.
+
+T rows, I inputs, O outputs, G groups, E numbers of a group, S groups of a scale.
 """
 
 from __future__ import annotations
@@ -16,39 +22,69 @@ from torch import Tensor
 
 from outsize.errors import OutsizeError
 from outsize.kernels import native, rows
-from outsize.kernels.codes import Laid, whole
+from outsize.kernels.codes import Laid, decoded, whole
+from outsize.kernels.rows import Rounding
 
 MOST = 127
+OUTLIER = 6.0  # of the paper: from that magnitude on
 _LEAST = 1e-30  # magnitudes below which a group is none
 
 
-def linear(x: Tensor, laid: Laid, outputs: int, bias_O: Tensor | None) -> Tensor:
+def linear(
+    x: Tensor, laid: Laid, outputs: int, bias_O: Tensor | None, rounding: Rounding = "+a8"
+) -> Tensor:
     """x (..., I), rounded, times the weight that blocks of codes stand for, plus bias: (..., O).
     OutsizeError where a gradient is asked for."""
     if torch.is_grad_enabled() and x.requires_grad:
         raise OutsizeError(
-            "weights: +a8 rounds what weights are multiplied by, which has no gradient; leave +a8"
-            " out, or call the model under torch.no_grad()"
+            f"weights: {rounding} rounds what weights are multiplied by, which has no gradient;"
+            f" leave {rounding} out, or call the model under torch.no_grad()"
         )
     with torch.no_grad():
         if native.served(x) and laid.ready:
-            return rows.by_codes(x, laid, outputs, bias_O, eights=True)
-        y_TO = plain(x.reshape(-1, x.shape[-1]), laid, outputs, bias_O)
+            return rows.by_codes(x, laid, outputs, bias_O, rounding)
+        y_TO = plain(x.reshape(-1, x.shape[-1]), laid, outputs, bias_O, rounding)
         return y_TO.view(*x.shape[:-1], outputs)
 
 
-def plain(x_TI: Tensor, laid: Laid, outputs: int, bias_O: Tensor | None) -> Tensor:
+def plain(
+    x_TI: Tensor, laid: Laid, outputs: int, bias_O: Tensor | None, rounding: Rounding = "+a8"
+) -> Tensor:
     """The twin of outsize_eights_product."""
     codes_NE, scales_N1 = whole(laid)
     codes_OGE = codes_NE.view(outputs, -1, codes_NE.shape[-1])
     scales_OG = scales_N1.view(outputs, -1)
     wide_TI = x_TI.to(torch.promote_types(x_TI.dtype, torch.float32))
-    x_TGE, sizes_TG1 = rounded(wide_TI.unflatten(-1, codes_OGE.shape[1:]))
+    apart_TI = outliers(wide_TI) if rounding == "+outliers" else torch.zeros_like(wide_TI)
+    x_TGE, sizes_TG1 = _groups_of(wide_TI - apart_TI, codes_OGE.shape[2], laid.every)
     y_TO = x_TGE.new_zeros(len(x_TI), outputs)
     for g in range(codes_OGE.shape[1]):  # sums are below 2^24, and exact in any order
         sums_TO = x_TGE[:, g] @ codes_OGE[:, g].to(x_TGE.dtype).T
         y_TO += sums_TO * sizes_TG1[:, g] * scales_OG[:, g]
+    if rounding == "+outliers":
+        y_TO += _product_of_outliers(apart_TI, laid, outputs)
     return (y_TO if bias_O is None else y_TO + bias_O.to(x_TI.dtype)).to(x_TI.dtype)
+
+
+def outliers(x: Tensor) -> Tensor:
+    """The numbers that are taken apart, 0 in the place of others; those that are not finite make
+    all that they are rounded with NaN."""
+    return torch.where((x.abs() >= OUTLIER) & x.isfinite(), x, 0.0)
+
+
+def _product_of_outliers(apart_TI: Tensor, laid: Laid, outputs: int) -> Tensor:
+    """(T, O). A product by 0 changes no bit of a sum that begins as 0."""
+    weight_OI = decoded(laid).view(outputs, -1).to(apart_TI.dtype)
+    y_TO = apart_TI.new_zeros(len(apart_TI), outputs)
+    for i in apart_TI.any(0).nonzero().flatten().tolist():
+        y_TO += apart_TI[:, i : i + 1] * weight_OI[:, i]
+    return y_TO
+
+
+def _groups_of(x_TI: Tensor, size: int, every: int) -> tuple[Tensor, Tensor]:
+    """Rounded numbers (T, G, E) and, of each group, its scale (T, G, 1)."""
+    x_TSE, sizes_TS1 = rounded(x_TI.unflatten(-1, (-1, every * size)))
+    return x_TSE.reshape(len(x_TI), -1, size), sizes_TS1.repeat_interleave(every, 1)
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:

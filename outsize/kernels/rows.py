@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import c_int32, c_int64, c_void_p
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -31,16 +31,19 @@ _VECTORS = 64  # elements: of any processor's, and of as many as PyTorch takes a
 # vectors; weights that a thread makes wide, outputs whose sums it has, numbers that share a sum.
 _WIDE, _ROUNDED, _LANES, _OUTPUTS, _ACROSS, _CHUNK = 512, 128, 16, 4, 16, 32
 _HERE = threading.local()
+# Of what codes are multiplied by: none, to 8 bits, the same but for outliers (eights.py).
+Rounding = Literal["", "+a8", "+outliers"]
+ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 
 
 class Matrix(ctypes.Structure):
     """A weight as the passes in C++ are told of it (codes.h): addresses and sizes. Where group is
-    0, numbers as they lie, else blocks of codes."""
+    0, numbers as they lie, else blocks of codes. eights: of ROUNDINGS, which."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("data", "bias", "scales", "table")),
         *((name, c_int64) for name in ("outputs", "inner", "group", "block", "head")),
-        *((name, c_int32) for name in ("order", "kind", "eights", "unused")),
+        *((name, c_int32) for name in ("order", "kind", "eights", "every")),
     )
     data: int | None
     bias: int | None
@@ -54,6 +57,7 @@ class Matrix(ctypes.Structure):
     order: int
     kind: int
     eights: int
+    every: int
 
     @property
     def address(self) -> int:
@@ -63,7 +67,7 @@ class Matrix(ctypes.Structure):
 def matrix(data: Tensor, outputs: int, inner: int, bias_O: Tensor | None = None) -> Matrix:
     """Of a weight (O, I) that lies as it is. It points at tensors, which are to live as long."""
     bias = None if bias_O is None else bias_O.data_ptr()
-    return Matrix(data=data.data_ptr(), bias=bias, outputs=outputs, inner=inner)
+    return Matrix(data=data.data_ptr(), bias=bias, outputs=outputs, inner=inner, every=1)
 
 
 @contextmanager
@@ -148,7 +152,7 @@ def wanted_by_codes(x: Tensor) -> bool:
 
 
 def by_codes(
-    x: Tensor, laid: Laid, outputs: int, bias_O: Tensor | None, eights: bool = False
+    x: Tensor, laid: Laid, outputs: int, bias_O: Tensor | None, eights: Rounding = ""
 ) -> Tensor:
     """x (..., I) times the weight that blocks of codes stand for, rows one behind another, rounded
     to the dtype of x, plus bias: (..., O). Its bits are those of `linear` by that weight, or with

@@ -23,6 +23,7 @@ from outsize.registry import Registry
 
 if TYPE_CHECKING:
     from outsize.kernels.codes import Laid
+    from outsize.kernels.rows import Rounding
     from outsize.models.config import DecoderConfig
     from outsize.models.cuts import Cut
 
@@ -33,7 +34,9 @@ STORED, METHOD = "quantization_config", "outsize"  # in that of files which hold
 PLAIN = "plain"  # weights as they are
 AS_STORED = "as-stored"  # in numbers or codes, as the files have them
 HEAD = "+head"  # behind a format: the head is held in 8 bits too
-EIGHTS = "+a8"  # behind that: what is multiplied by codes is rounded to 8 bits (kernels/eights.py)
+# Behind that: what is multiplied by codes is rounded to 8 bits (kernels/eights.py), all of it, or
+# all but numbers of great magnitude.
+EIGHTS: tuple[Rounding, ...] = ("+a8", "+outliers")
 _HEADS = ("int8:64", "int8:32", "int8:16")  # the first whose groups divide it
 PIECE = 1 << 18  # weights that are coded at a time
 BESIDE = 24  # bytes for each of these, at most, while they are
@@ -70,10 +73,10 @@ class Format(Protocol):
 
     @property
     def whole(self) -> bool:
-        """Whether codes are whole numbers, with one scale for a group in its block."""
+        """Whether codes are whole numbers, with one scale for a group."""
 
-    def shared(self, groups: int) -> int:
-        """Bytes that all groups of a weight share, of so many; 0: none."""
+    def shared(self, rows: int, stride: int) -> int:
+        """Bytes that all groups of a weight share, of so many rows of so many; 0: none."""
 
     def encode(self, weight_OI: Tensor) -> tuple[Tensor, Tensor | None]:
         """codes_OR and what groups share, uint8."""
@@ -114,12 +117,12 @@ def format_of(name: str, source: str = KEY) -> Format:
 @dataclass(frozen=True)
 class Coding:
     """How a decoder's Linears are held. stored: whether its files have them so; head: how the head
-    is, None: as it lies; eights: whether what they multiply is rounded to 8 bits."""
+    is, None: as it lies; eights: how what they multiply is rounded to 8 bits."""
 
     format: Format
     stored: bool = False
     head: Format | None = None
-    eights: bool = False
+    eights: Rounding = ""
 
     @property
     def name(self) -> str:
@@ -128,7 +131,7 @@ class Coding:
     @property
     def behind(self) -> str:
         """What is of serving alone, as it stands behind the format."""
-        return ("" if self.head is None else HEAD) + (EIGHTS if self.eights else "")
+        return ("" if self.head is None else HEAD) + self.eights
 
     def of(self, module: str) -> Format:
         """That of a Linear by its name."""
@@ -151,7 +154,7 @@ class Coded:
 
     format: Format
     grid: Grid
-    eights: bool = False
+    eights: Rounding = ""
 
     def part(self, cut: Cut) -> Coded:
         """What is left where its codes are cut."""
@@ -169,7 +172,7 @@ def coded(
     format: Format,
     stored: bool = False,
     head: Format | None = None,
-    eights: bool = False,
+    eights: Rounding = "",
 ) -> DecoderConfig:
     """The same model with its blocks' Linears in a format, and what its config.json says then."""
     said, coding = _unsaid(config), Coding(format, stored, head, eights)
@@ -211,8 +214,8 @@ def asked(config: DecoderConfig, name: str | None, where: str = KEY) -> DecoderC
     if eights and not format.whole:
         fitting = ", ".join(one for one, made in FORMATS.items() if made(None).whole)
         raise OutsizeError(
-            f"{where}: {EIGHTS} multiplies whole numbers, and codes of {format.name} are none;"
-            f" expected one of {fitting}; leave {EIGHTS} out"
+            f"{where}: {eights} multiplies whole numbers, and codes of {format.name} are none;"
+            f" expected one of {fitting}; leave {eights} out"
         )
     if config.coding is not None and stored:
         if config.coding.format.name != format.name or head:
@@ -220,7 +223,7 @@ def asked(config: DecoderConfig, name: str | None, where: str = KEY) -> DecoderC
                 f"{where} is {name!r}, but the model's files hold {config.coding.format.name};"
                 " leave it out, or begin with the model before it was converted"
             )
-        return replace(config, coding=replace(config.coding, eights=True)) if eights else config
+        return replace(config, coding=replace(config.coding, eights=eights)) if eights else config
     own = _head_of(config, where) if head else None
     return coded(_untied(config) if head else config, format, False, own, eights)
 
@@ -235,14 +238,16 @@ def _untied(config: DecoderConfig) -> DecoderConfig:
     return replace(config, tied=False, names=replace(names, outer=outer, ignored=ignored))
 
 
-def _parts(name: str, where: str) -> tuple[str, bool, bool]:
-    """A format's name, and whether HEAD and EIGHTS stand behind it. OutsizeError for anything
-    else there."""
+def _parts(name: str, where: str) -> tuple[str, bool, Rounding]:
+    """A format's name, whether HEAD stands behind it, and which of EIGHTS. OutsizeError for
+    anything else there."""
     plainly, *behind = name.split("+")
     said = [f"+{one}" for one in behind]
-    if set(said) - {HEAD, EIGHTS}:
-        raise OutsizeError(f"{where}: {name!r}: expected a format, {HEAD} and {EIGHTS} behind it")
-    return plainly, HEAD in said, EIGHTS in said
+    rounding = [one for one in EIGHTS if one in said]
+    if set(said) - {HEAD, *EIGHTS} or len(rounding) > 1:
+        one_of = " or ".join(EIGHTS)
+        raise OutsizeError(f"{where}: {name!r}: expected a format, {HEAD} and {one_of} behind it")
+    return plainly, HEAD in said, rounding[0] if rounding else ""
 
 
 def held(
@@ -321,7 +326,7 @@ class Blocks:
     def bits(self) -> float:
         return 8 * self.block / self.group
 
-    def shared(self, groups: int) -> int:
+    def shared(self, rows: int, stride: int) -> int:
         return 0
 
     def encode(self, weight_OI: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -27,6 +27,7 @@ from outsize.models.declared import STREAM, Declared, Initial, Lies, Unit
 
 if TYPE_CHECKING:
     from outsize.kernels.codes import Laid
+    from outsize.kernels.rows import Rounding
     from outsize.models.adapter import Beside
 
 Use = Literal["column", "row", "plain"]
@@ -64,8 +65,8 @@ def _of_eights(one: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
     from outsize.kernels.eights import linear as multiply
 
     laid = one.laid()
-    assert laid is not None, "its codes are whole numbers"
-    return multiply(x, laid, one.sizes[0], bias)
+    assert laid is not None and one.coded is not None, "its codes are whole numbers"
+    return multiply(x, laid, one.sizes[0], bias, one.coded.eights)
 
 
 class Linear(nn.Module):
@@ -117,7 +118,7 @@ class Linear(nn.Module):
             d_in = row // form.block * form.group
         return d_out, d_in
 
-    def code(self, form: Format, name: str, eights: bool = False) -> None:
+    def code(self, form: Format, name: str, eights: Rounding = "") -> None:
         """Hold frozen codes in the place of the weight. eights: as of Coding. OutsizeError as of
         divided."""
         d_out, d_in = self.sizes
@@ -127,7 +128,7 @@ class Linear(nn.Module):
         del self.weight
         for leaf, shape in (
             (CODES, (d_out, groups * form.block)),
-            (SCALES, (form.shared(d_out * groups),)),
+            (SCALES, (form.shared(d_out, groups),)),
         ):
             if shape[-1]:
                 made = torch.empty(shape, dtype=torch.uint8, device=device)

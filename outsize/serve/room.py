@@ -22,6 +22,7 @@ from outsize.kernels import native, rows
 from outsize.kernels.pages import AS_STORED, FORMS, Form
 from outsize.memory.sizes import format_bytes
 from outsize.memory.tiers import TierSpec
+from outsize.models.coding import Coding
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder, typed
 from outsize.models.seams import StateSpec
@@ -348,6 +349,22 @@ def on_mesh(mesh: Mesh, room: Room, machines: Sequence[float]) -> tuple[str, ...
     )
 
 
+def _said_of_eights(coding: Coding) -> str:
+    """What is not what was trained where what codes multiply is rounded."""
+    from outsize.kernels.eights import OUTLIER
+
+    each = "each token" if coding.format.shared(1, 1) else "each group of a token"
+    apart = (
+        f"; numbers of magnitude {OUTLIER:g} or more stay as they are, by the token's own alone"
+        if coding.eights == "+outliers"
+        else ""
+    )
+    return (
+        f"approximate: what is multiplied by codes of weights is rounded to 8 bits, {each} with a"
+        f" scale of its own{apart}"
+    )
+
+
 def notes_of(model: Decoder, left: Sequence[StateSpec], cache: str = AS_STORED) -> tuple[str, ...]:
     """What is not bit for bit the same whatever else is asked, or not what was trained."""
     weight = model.prologue.tokens.weight
@@ -355,10 +372,7 @@ def notes_of(model: Decoder, left: Sequence[StateSpec], cache: str = AS_STORED) 
     if coding is not None and not coding.stored:
         rounded = (f"approximate: weights are held as {coding.name}, and are rounded to it",)
     if coding is not None and coding.eights:
-        rounded += (
-            "approximate: what is multiplied by codes of weights is rounded to 8 bits, each group"
-            " of a token with a scale of its own",
-        )
+        rounded += (_said_of_eights(coding),)
     said = {"float32": 4, "float64": 8}.get(str(model.config.source.get("torch_dtype")), 0)
     if weight.itemsize < said:
         rounded += (f"approximate: weights are held in {weight.dtype}, and are rounded to it",)

@@ -70,7 +70,9 @@ def test_a_run_is_its_modules_bit_for_bit(name: str, dtype: torch.dtype, form: s
         assert torch.equal(mine, theirs) and bool(mine.isfinite().all())
 
 
-@pytest.mark.parametrize("format", ["int8", "int4:32", "q8_0", "q4_0", "nf4:32", "int4:32+a8"])
+@pytest.mark.parametrize(
+    "format", ["int8", "int4:32", "q8_0", "q4_0", "nf4:32", "int4:32+a8", "int8-rows:32+outliers"]
+)
 def test_codes_are_multiplied_as_modules_do(format: str) -> None:
     model = model_of(LLAMA | {"intermediate_size": 192}, torch.float32, format)
     found, expected = (played(model, "as-stored", native_runs) for native_runs in (True, False))

@@ -70,7 +70,9 @@ def test_products_of_heads_are_right_and_know_nobody(name: str, turns: bool) -> 
 
 
 @pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("form", ["int8", "int4", "int8:64", "int4:64", "nf4", "q8_0", "q4_0"])
+@pytest.mark.parametrize(
+    "form", ["int8", "int4", "int8:64", "int4:64", "nf4", "q8_0", "q4_0", "int8-rows:32"]
+)
 def test_products_by_codes_are_those_by_what_they_stand_for(name: str, form: str) -> None:
     dtype, found, (outputs, inner) = DTYPES[name], format_of(form), (21, 192)
     codes, shared = found.encode(_random(outputs, inner))
@@ -84,8 +86,17 @@ def test_products_by_codes_are_those_by_what_they_stand_for(name: str, form: str
 
 
 @pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("form", ["int8:16", "int8:32", "int4", "int4:256", "q8_0", "q4_0"])
-def test_products_of_rounded_rows_are_the_twins_and_know_nobody(name: str, form: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "how"),
+    [
+        ("int8:16", "+a8"), ("int8:32", "+a8"), ("int4", "+a8"), ("int4:256", "+a8"),
+        ("q8_0", "+outliers"), ("q4_0", "+outliers"), ("int8-rows:16", "+a8"),
+        ("int8-rows:32", "+outliers"), ("int8-rows:256", "+outliers"),
+    ],
+)  # fmt: skip
+def test_products_of_rounded_rows_are_the_twins_and_know_nobody(
+    name: str, form: str, how: rows.Rounding
+) -> None:
     dtype, found, (outputs, inner) = DTYPES[name], format_of(form), (21, 256)
     codes, shared = found.encode(_random(outputs, inner))
     grid = Grid(inner // found.group)
@@ -94,17 +105,18 @@ def test_products_of_rounded_rows_are_the_twins_and_know_nobody(name: str, form:
     x = _random(131, inner, seed=2)
     x[1], x[2, :3], x[3, 5:] = 0, 1e-33, 1e4  # nothing, next to nothing, some far from others
     x[4, 7], x[5, 200] = torch.nan, -torch.inf
+    x[6, 9], x[6, 70], x[7:40, 130] = 6.0, -5.99, -41.5  # a feature of many tokens, and others'
     x = x.to(dtype)
     with torch.no_grad():
-        y = eights.linear(x, laid, outputs, bias)
-        expected = eights.plain(x, laid, outputs, bias)
+        y = eights.linear(x, laid, outputs, bias, how)
+        expected = eights.plain(x, laid, outputs, bias, how)
     assert torch.equal(y[:4], expected[:4]) and torch.equal(y[6:], expected[6:])
     assert bool(y[4:6].isnan().all()) and bool(expected[4:6].isnan().all())
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
         for first, last in ((0, 1), (1, 4), (6, 13), (100, 131)):
-            some = rows.by_codes(x[first:last].contiguous(), laid, outputs, bias, eights=True)
+            some = rows.by_codes(x[first:last].contiguous(), laid, outputs, bias, how)
             assert torch.equal(some, y[first:last])
     finally:
         torch.set_num_threads(threads)
@@ -124,6 +136,27 @@ def test_rounded_rows_are_near_and_exact_where_they_are_whole() -> None:
     )
     with pytest.raises(OutsizeError, match="leave \\+a8 out"):
         eights.linear(x.requires_grad_(), laid, 40, None)
+
+
+@pytest.mark.parametrize("how", ["+a8", "+outliers"])
+def test_rows_with_a_scale_each_are_the_papers(how: rows.Rounding) -> None:
+    """LLM.int8() written out: absmax over 127 of each token and of each output, outliers apart."""
+    weight, x = _random(12, 64), _random(9, 64, seed=1).double()
+    x[:, 11] *= 40
+    x[3] /= 50  # a token without
+    found = format_of("int8-rows:16")
+    codes, shared = found.encode(weight)
+    y = eights.plain(x, found.laid(codes, shared, Grid(4)), 12, None, how)
+    steps_O1 = weight.abs().amax(1, keepdim=True) / 127
+    whole = (weight / steps_O1).round()
+    held = (whole * steps_O1).double()
+    apart = x * (x.abs() >= 6) if how == "+outliers" else torch.zeros_like(x)
+    left = x - apart
+    sizes_T1 = left.abs().amax(1, keepdim=True) / 127
+    wanted = (left / sizes_T1).round() @ whole.T.double() * sizes_T1 * steps_O1.T.double()
+    assert float((y - wanted - apart @ held.T).abs().max()) < 1e-10
+    most = float((y - x @ held.T).abs().max())
+    assert most < 0.3 if how == "+outliers" else most > 0.5
 
 
 def test_the_way_is_taken_where_it_is_asked_for_alone() -> None:

@@ -100,6 +100,27 @@ def test_rounded_rows_are_said_served_alike_and_near(stored: Path) -> None:
     assert torch.tensor(found).allclose(plain, rtol=0, atol=1e-5)
 
 
+def test_outliers_are_said_and_are_a_tokens_own(stored: Path) -> None:
+    """Of a model that has such: a norm that makes one feature of some tokens 20 times as large."""
+    model = hub.load(stored)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention_norm.weight[5] = 20.0
+    directory = stored.parent / "outliers"
+    hub.save(model, directory)
+    name, errors = "int8-rows+outliers", {}
+    exact = torch.tensor(logprobs(directory, "int8-rows"))
+    for one in (name, "int8-rows+a8"):
+        with outsize.engine(directory, weights=one, context=32) as engine:
+            found, notes = list(engine.logprobs(IDS)), " ".join(engine.plan.notes)
+            beside = [list(engine.logprobs(IDS[:last])) for last in (3, 6)]
+        assert beside == [found[:2], found[:5]]
+        assert "each token with a scale of its own" in notes
+        assert ("of magnitude 6 or more stay as they are" in notes) == (one == name)
+        errors[one] = float((torch.tensor(found) - exact).abs().mean())
+    assert errors[name] < errors["int8-rows+a8"] / 2
+
+
 def test_what_it_cannot_be_is_refused(stored: Path, tmp_path: Path) -> None:
     config = parse(LLAMA)
     with pytest.raises(
@@ -107,11 +128,16 @@ def test_what_it_cannot_be_is_refused(stored: Path, tmp_path: Path) -> None:
     ):
         asked(replace(config, hidden=24), "int8+head")
     with pytest.raises(
-        OutsizeError, match="codes of nf4 are none; expected one of int4, int8, q4_0, q8_0;"
+        OutsizeError,
+        match="codes of nf4 are none; expected one of int4, int8, int8-rows, q4_0, q8_0;",
     ):
         asked(config, "nf4+a8")
-    with pytest.raises(OutsizeError, match="expected a format, \\+head and \\+a8 behind"):
+    with pytest.raises(
+        OutsizeError, match="expected a format, \\+head and \\+a8 or \\+outliers behind"
+    ):
         asked(config, "int4+a16")
+    with pytest.raises(OutsizeError, match="\\+head and \\+a8 or \\+outliers behind it"):
+        asked(config, "int4+a8+outliers")
     with pytest.raises(OutsizeError, match="blocks' codes alone: leave \\+a8 out"):
         as_stored(asked(config, "int4:16+a8"))
     files = as_stored(asked(config, "int4:16"))

@@ -17,7 +17,7 @@ class Weights:
 
     format: str = setting(
         "int4",
-        "int8, int4, nf4, q8_0, q6_k, q5_k, q4_k or q4_0; int4:32 has groups of 32 weights",
+        "int8, int8-rows, int4, nf4, q8_0, q6_k, q5_k, q4_k or q4_0; int4:32: groups of 32",
     )
 
 

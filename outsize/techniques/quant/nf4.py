@@ -57,8 +57,8 @@ class NormalFloat:
     def bits(self) -> float:
         return 8 * self.block / self.group + 32 / (self.group * NESTED)
 
-    def shared(self, groups: int) -> int:
-        return 4 * (1 + -(-groups // NESTED))
+    def shared(self, rows: int, stride: int) -> int:
+        return 4 * (1 + -(-rows * stride // NESTED))
 
     def encode(self, weight_OI: Tensor) -> tuple[Tensor, Tensor | None]:
         rows, inputs = weight_OI.shape
