@@ -1,4 +1,7 @@
-"""What a model's weights cost in each format, and what that does to held-out text.
+"""What a model's weights cost in each format, what that does to held-out text, and how quick it is.
+
+As Kurtic et al., "Give Me BF16 or Give Me Death?", 2024, lay them side by side: quality, and speed
+where one asks, where several do, and in prompts.
 
 B rows, S tokens of a row, T tokens laid flat, V vocabulary.
 """
@@ -17,20 +20,34 @@ from outsize.data import DataConfig, open_data
 from outsize.data.batch import IGNORE, Batch
 from outsize.data.stream import ValidationStream
 from outsize.errors import OutsizeError
-from outsize.models.coding import FORMATS, PLAIN, asked
+from outsize.models.coding import EIGHTS, FORMATS, PLAIN, asked
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
+
+PROMPT, DEPTH, SEVERAL = 256, 128, 16  # tokens of a prompt; before a new one; requests at once
+_ROUNDED = (f"int8{EIGHTS[0]}",)  # what is looked at beside formats of weights
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens a second, foretold by the price of a step as for serving: of a prompt, and new ones
+    where one request is served and where SEVERAL are, behind DEPTH tokens each."""
+
+    prompt: float = 0.0
+    one: float = 0.0
+    several: float = 0.0
 
 
 @dataclass(frozen=True)
 class Measured:
     """A format. bytes: of all parameters; bits: of a parameter; text: bits per byte of held-out
-    text; why: the reason where the model has no such format, and the others are 0."""
+    text; speed; why: the reason where the model has no such format, and the others are 0."""
 
     name: str
     bytes: int = 0
     bits: float = 0.0
     text: float = 0.0
+    speed: Speed = Speed()
     why: str = ""
 
 
@@ -59,7 +76,7 @@ def measured(
         assert config.coding is not None
         names = (config.coding.format.name,)
     count = 0
-    for name in names or (PLAIN, *FORMATS.names()):
+    for name in names or (PLAIN, *FORMATS.names(), *_ROUNDED):
         try:
             name, model = _loaded(directory, config, (name,) if names else (name, *_finer(name)))
         except OutsizeError as error:
@@ -69,13 +86,15 @@ def measured(
             continue
         held = sum(one.nbytes for one in model.parameters())
         count = count or weights_of(model)
-        yield Measured(name, held, 8 * held / count, text.bits_per_byte(loss_of(model, text)))
+        bits = text.bits_per_byte(loss_of(model, text))
+        yield Measured(name, held, 8 * held / count, bits, speed_of(model))
         del model
 
 
 def _finer(name: str) -> tuple[str, ...]:
     """The same with smaller groups, where it has such."""
-    return tuple(f"{name}:{size}" for size in (32, 16))
+    plainly, plus, behind = name.partition("+")
+    return tuple(f"{plainly}:{size}{plus}{behind}" for size in (32, 16))
 
 
 def _loaded(directory: Path, config: DecoderConfig, names: Sequence[str]) -> tuple[str, Decoder]:
@@ -97,6 +116,20 @@ def weights_of(model: Decoder) -> int:
     own = sum(one.numel() for one in model.parameters() if one.dtype != torch.uint8)
     sizes = (one.sizes for _, one in held(model) if one.coded is not None)
     return own + sum(d_out * d_in for d_out, d_in in sizes)
+
+
+def speed_of(model: Decoder) -> Speed:
+    """From steps that are timed here, as the engine makes them."""
+    from outsize.serve.probed import probed
+
+    context = model.config.positions
+    prompt, depth = min(PROMPT, context), min(DEPTH, context - 1)
+    price = probed(model, range(len(model.blocks) + 2), prompt, context)
+
+    def rate(count: int) -> float:
+        return count / price.step(count, count, count * price.past(depth, 1))
+
+    return Speed(prompt / price.prompt(prompt), rate(1), rate(SEVERAL))
 
 
 @torch.no_grad()

@@ -197,4 +197,6 @@ def test_formats_are_a_table_of_bytes_and_bits(tmp_path):
     assert float(rows["int4:32"][1]) == pytest.approx(
         sum(p.nbytes for p in model.parameters()) / 1024, abs=0.01
     )
+    assert "int8:32+a8" in rows and "of 16 requests behind 128 each" in found.output
+    assert all(float(rate.replace(",", "")) > 0 for rate in rows["int8:32+a8"][-3:])
     assert float(rows["plain"][4]) > 6 and abs(float(rows["q8_0"][5].rstrip("%"))) < 5
