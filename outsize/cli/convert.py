@@ -17,6 +17,8 @@ from outsize.cli.command import Command
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--ladder", metavar="LAYER", type=click.IntRange(0), help="A ladder from LAYER on.")
 @click.option("--kraken", metavar="WAYS", type=click.IntRange(2), help="So many ways a layer.")
+@click.option("--factored", metavar="RATIO", type=click.FloatRange(1),
+              help="Two factors a weight, of 1/RATIO of its numbers.")  # fmt: skip
 @click.option("--weights", metavar="FORMAT", help="As codes; outsize keys weights has the formats.")
 @click.option("--prune", metavar="SHARE", help="Zeros: a share of each matrix (0.5), or N:M (2:4).")
 @click.option("--dtype", metavar="DTYPE", help="Of a .gguf file's weights, which are then numbers:"
@@ -28,6 +30,7 @@ def convert(
     directory: Path,
     ladder: int | None,
     kraken: int | None,
+    factored: float | None,
     weights: str | None,
     prune: str | None,
     dtype: str | None,
@@ -39,17 +42,16 @@ def convert(
     adapter trains beside it. With --prune the smallest weights of each of these matrices are zeros,
     or all but the N largest of every M inputs. With --ladder or --kraken its branches are wired
     otherwise, so that on a tensor axis their sums run beside what is computed. A ladder's weights
-    are copied as they lie; ways have norms and biases of their own. Numbers of what was wired or
-    pruned are others, and want a little training: outsize train --set model.name=INTO.
+    are copied as they lie; ways have norms and biases of their own. With --factored each of its
+    blocks' matrices is the product of two smaller ones, of its largest singular values. Numbers of
+    what was wired, factored or pruned are others, and want a little training: outsize train --set
+    model.name=INTO.
     """
-    from outsize.checkpoint import hub
     from outsize.checkpoint.adapters import model_directory
-    from outsize.checkpoint.hub import CONFIG, describe, load, whole_directory
     from outsize.errors import OutsizeError
-    from outsize.models.families import parse
-    from outsize.models.wiring import WIRES
 
-    asked = {"ladder_from": ladder, "kraken_ways": kraken}
+    ratio = None if factored is None else {"ratio": factored}
+    asked = {"ladder_from": ladder, "kraken_ways": kraken, "factored_weights": ratio}
     wired = {key: value for key, value in asked.items() if value is not None}
     if directory.suffix == ".gguf" and not wired and weights is None and prune is None:
         _unpacked(directory, dtype, into)
@@ -58,7 +60,8 @@ def convert(
         raise OutsizeError("--dtype is of a .gguf file alone; leave it out")
     if len(wired) + (weights is not None) + (prune is not None) != 1:
         raise OutsizeError(
-            "convert: give one of --ladder LAYER, --kraken WAYS, --weights FORMAT and --prune SHARE"
+            "convert: give one of --ladder LAYER, --kraken WAYS, --factored RATIO, --weights FORMAT"
+            " and --prune SHARE"
         )
     found = model_directory(directory)
     if weights is not None:
@@ -67,8 +70,19 @@ def convert(
     if prune is not None:
         _pruned(found, prune, into)
         return
-    source = json.loads((found / CONFIG).read_text(encoding="utf-8"))
     ((key, value),) = wired.items()
+    _rewired(found, key, value, into)
+
+
+def _rewired(found: Path, key: str, value: object, into: Path) -> None:
+    """The same model wired as a key of config.json says."""
+    from outsize.checkpoint import hub
+    from outsize.checkpoint.hub import CONFIG, describe, load, whole_directory
+    from outsize.errors import OutsizeError
+    from outsize.models.families import parse
+    from outsize.models.wiring import WIRES
+
+    source = json.loads((found / CONFIG).read_text(encoding="utf-8"))
     if source.get(key) is not None:
         raise OutsizeError(f"{found}: {key} is {source[key]} already; convert a plain model")
     config = {**source, key: value}
@@ -81,6 +95,9 @@ def convert(
         write = partial(hub.write, made(load(found), wanted))
         whole_directory(into, partial(_write, found, [], config, write))
     click.echo(f"{into}: {key} is {value}; train it on: outsize train --set model.name={into}")
+    if key == "factored_weights":
+        beside = f"--set plan.approximate=[pela] --set pela.teacher={found}"
+        click.echo(f"or first beside the full model: {beside}")
 
 
 def _unpacked(file: Path, dtype: str | None, into: Path) -> None:

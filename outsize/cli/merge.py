@@ -17,8 +17,8 @@ from outsize.cli.command import Command
 @click.option("--dtype", help="Of the weights: float32, bfloat16, float16; else the base's.")
 def merge(directory: Path, into: Path, dtype: str | None) -> None:
     """Write the model that computes what the one in DIRECTORY (a run, a checkpoint, an adapter's
-    directory) does with its adapter, as a plain Hugging Face directory. How far rounding moves the
-    logits is printed.
+    directory) does with its adapter, or with factors in the place of weights, as a plain Hugging
+    Face directory. How far rounding moves the logits is printed.
     """
     import torch
 

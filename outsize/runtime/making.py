@@ -82,6 +82,6 @@ class AdoptedModel:
 
 def make_job(model: Trainable, plan: Plan, recipe: Recipe, here: Here = ALONE) -> Job:
     """The job that trains a model under a plan, on one of its workers."""
-    model, plan = method_of(plan.approximate).adapted(model, plan)
+    model, plan = method_of(plan.approximate).adapted(model, plan, recipe)
     flow, cuts = model.part(plan, here)
     return Job(flow, plan, recipe, here, cuts, model.fill)

@@ -59,7 +59,7 @@ class Method(Protocol):
         return plan
 
     @staticmethod
-    def adapted(model: Trainable, plan: Plan) -> tuple[Trainable, Plan]:
+    def adapted(model: Trainable, plan: Plan, recipe: Recipe) -> tuple[Trainable, Plan]:
         """What is trained in place of a model and its plan. OutsizeError for what cannot be."""
         return model, plan
 

@@ -60,12 +60,13 @@ def export(directory: Path, to: str, into: Path, rank: str | None = None) -> lis
 
 @torch.no_grad()
 def merge(directory: Path, into: Path, dtype: torch.dtype | None = None) -> list[str]:
-    """Write the plain model that computes what one with an adapter does; gives what there is to say
-    of it, what rounding to `dtype` (None: the base's) moves among it. Codes are decoded: a change
-    that small would be lost in them. OutsizeError for a model without an adapter."""
+    """Write the plain model that computes what one with an adapter does, or with factors in the
+    place of weights; gives what there is to say of it, what rounding to `dtype` (None: the base's)
+    moves among it. Codes are decoded: a change that small would be lost in them. OutsizeError for a
+    model without either."""
     found = adapters.model_directory(directory)
     config = adapters.read_config(found)
-    if config.adapter is None:
+    if config.adapter is None and config.weights is None:
         raise OutsizeError(f"{found} has no adapter; there is nothing to merge")
     model = adapters.load(found, dtype, config=config)
     ids = probe(model)
@@ -74,7 +75,8 @@ def merge(directory: Path, into: Path, dtype: torch.dtype | None = None) -> list
     moved, size = float((model(ids) - before).abs().max()), float(before.abs().max())
     _directory(model, found, into)
     rounding = f"rounding moved logits by {moved:.2g} at most, of {size:.3g}"
-    return [f"{into}: the adapter of {found} is in the weights; {rounding}", *compared(model, into)]
+    what = "the adapter" if config.adapter is not None else "the product of factors"
+    return [f"{into}: {what} of {found} is in the weights; {rounding}", *compared(model, into)]
 
 
 def _directory(model: Decoder, found: Path, into: Path) -> None:

@@ -136,7 +136,7 @@ def test_codes_and_adapters_are_not_pruned(invoke, directory, tmp_path):
 
 
 REFUSED = {
-    "none": ((), "give one of --ladder LAYER, --kraken WAYS, --weights FORMAT and --prune SHARE"),
+    "none": ((), "give one of --ladder LAYER, --kraken WAYS, --factored RATIO, --weights FORMAT"),
     "both": (("--ladder", 0, "--prune", 0.5), "give one of --ladder LAYER, --kraken WAYS"),
     "layers": (("--ladder", 9), "ladder_from is 9; expected 0 to 1, a layer"),
     "ways": (("--kraken", 3), "expected a divisor of the 4 heads"),

@@ -240,6 +240,7 @@ ON = {
     "four-bit-derivatives": {"plan.approximate": ["four-bit-derivatives"]},
     "local-learning": {"plan.approximate": ["local-learning"]},
     "lisa": {"plan.approximate": ["lisa"]},
+    "pela": {"plan.approximate": ["pela"]},
     "badam": {"plan.approximate": ["badam"]},
     "elastic-adapters": {
         "model.weights": "stored",
@@ -292,6 +293,7 @@ SETTINGS = {
     "elastic-adapters.ranks": [16, 2], "four-bit-derivatives.rest": "whole",
     "schedule-free.betas": [0.9, 0.99], "factored_weights.rank": 3, "factored_weights.alpha": 8.0,
     "refactored.gap": 9, "refactored.reset": False, "refactored.recovery": 3,
+    "pela.teacher": "full", "pela.features": 0.5, "pela.perturbation": 0.5, "pela.epsilon": 0.5,
     "lisa.count": 1, "lisa.gap": 3, "badam.gap": 3, "badam.order": "random",
     "adafactor.decay": -0.5, "adafactor.clip": 2.0, "adafactor.least": 0.01,
     "galore.rank": 3, "galore.gap": 9, "galore.scale": 1.0,

@@ -28,7 +28,7 @@ from outsize.plan import Plan, Stage
 from outsize.runtime.flow import Flow
 from outsize.runtime.making import NativeModel, Trainable
 from outsize.runtime.native import AUXILIARY, NativeFlow
-from outsize.runtime.recipe import Here
+from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.storage.states import Fill
 
 LEARNED, AVERAGE = "learned", "average"
@@ -155,7 +155,7 @@ class Grouped:
         return fill
 
 
-def grouped(model: Trainable, plan: Plan) -> tuple[Grouped, Plan]:
+def grouped(model: Trainable, plan: Plan, recipe: Recipe) -> tuple[Grouped, Plan]:
     """A decoder and its plan in groups. OutsizeError for a model that has none."""
     if not isinstance(model, NativeModel):
         raise OutsizeError("local-learning: the model is adopted; expected a native decoder")

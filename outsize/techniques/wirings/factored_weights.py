@@ -18,22 +18,28 @@ learning rate rises again for some steps, in a line from a thousandth of what it
 
 A model says the same in its config.json, as "factored_weights". Biases, embeddings, norms, experts
 and the head are as they are. On a tensor axis a factor is cut as an adapter's is.
+
+A trained model has factors by `outsize convert --factored RATIO`: those of the largest singular
+values of each weight, as many as leave it 1 / RATIO of its numbers (Guo, Wang and Kankanhalli,
+"PELA", 2024; what it learns by afterwards: outsize/techniques/pela.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import inf, sqrt
 from random import Random
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from outsize.errors import OutsizeError
 from outsize.models.adapter import Weighed
 from outsize.models.config import DecoderConfig
 from outsize.models.declared import Initial
+from outsize.models.decoder import Decoder
 from outsize.models.families import reading
 from outsize.models.linear import Linear, dense, linears
 from outsize.models.low_rank import LowRank
@@ -69,17 +75,26 @@ class Refactored:
 
 @dataclass(frozen=True)
 class Factors:
-    """What the Linears of a model's blocks hold in the place of their weights."""
+    """What the Linears of a model's blocks hold in the place of their weights. ratio: the weight's
+    numbers over those of its two factors, where rank and alpha (both 0 then) are of each weight."""
 
     rank: int
     alpha: float
+    ratio: float = 0.0
     key = NAME
+
+    def of(self, one: Linear) -> tuple[int, float]:
+        """The rank of a whole Linear's factors, and what their product counts."""
+        if not self.ratio:
+            return self.rank, self.alpha / self.rank
+        d_out, d_in = one.sizes
+        return max(1, int(d_out * d_in / (self.ratio * (d_out + d_in)))), 1.0
 
     def attach(self, model: nn.Module) -> None:
         for name, one in list(linears(model)):
             if one.product is not dense:
                 raise OutsizeError(f"config.json: {NAME} wants plain products, and {name} has none")
-            check_rank(NAME, self.rank, inside(name), one)
+            check_rank(NAME, self.of(one)[0], inside(name), one)
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, Factored(one, self))
 
@@ -101,7 +116,7 @@ class Factored(Linear):
         d_out, d_in = like.sizes
         super().__init__(d_in, d_out, like.bias is not None, like.use, like.unit, like.whole)
         self.beside: Product
-        self.beside = Product(self, said.rank, said.alpha / said.rank)
+        self.beside = Product(self, *said.of(like))
         del self.weight
 
     @property
@@ -140,32 +155,71 @@ class Product(LowRank):
         return self.change()
 
 
-def factored(config: DecoderConfig, rank: int, alpha: float) -> DecoderConfig:
+def factored(config: DecoderConfig, rank: int, alpha: float, ratio: float = 0) -> DecoderConfig:
     """The config of the same model with factors. OutsizeError for one that has others, that is
     wired in a way of its own, or whose weights are codes."""
-    made = Factors(rank, alpha)
+    made = Factors(rank, alpha, ratio)
     if config.weights == made:
         return config
     if config.rewired or config.coding is not None or config.weights is not None:
         there = config.rewired or ("codes" if config.weights is None else "other factors")
         raise OutsizeError(f"{NAME}: the model has {there}; expected a plain one")
-    said = {"rank": rank, "alpha": alpha}
+    said = {"ratio": ratio} if ratio else {"rank": rank, "alpha": alpha}
     return replace(config, weights=made, source={**config.source, NAME: said})
 
 
 def _read(config: DecoderConfig, said: Mapping[str, Any]) -> DecoderConfig:
     found = said[NAME]
     if not isinstance(found, Mapping):
-        raise OutsizeError(f"config.json: {NAME} is {found!r}; expected rank and alpha")
+        raise OutsizeError(f"config.json: {NAME} is {found!r}; expected rank and alpha, or ratio")
+    if "ratio" in found:
+        ratio = reading.number(found, "ratio")
+        if not 1 <= ratio < inf or "rank" in found:
+            raise OutsizeError(
+                f"config.json: {NAME} is {dict(found)!r}; expected a ratio of 1 or more, or a rank"
+            )
+        return factored(config, 0, 0.0, ratio)
     rank = reading.integer(found, "rank")
     return factored(config, rank, reading.number(found, "alpha", float(rank)))
+
+
+@torch.no_grad()
+def converted(model: Decoder, config: DecoderConfig) -> Decoder:
+    """A plain model with the factors of `config`, which are the model's `factored`: U sqrt(S) and
+    sqrt(S) V' of the largest singular values of each weight. What does not change is shared."""
+    with torch.device("meta"):
+        made = Decoder(config)
+    owners, every = dict(model.named_parameters(remove_duplicate=False)), dict(linears(model))
+    for name, one in list(linears(made)):
+        assert isinstance(one.beside, Product), "it has factors"
+        weight = every[name].matrix()
+        a_KN, b_MK = nearest(weight, one.beside.rank, one.beside.scale)
+        one.beside.a.weight = nn.Parameter(a_KN.to(weight.dtype))
+        one.beside.b.weight = nn.Parameter(b_MK.to(weight.dtype))
+    for prefix, module in made.named_modules():
+        for leaf, _ in list(module.named_parameters(recurse=False)):
+            if f"{prefix}.{leaf}" in owners:
+                module.register_parameter(leaf, owners[f"{prefix}.{leaf}"])
+    made.origin = model.origin
+    return made
+
+
+def nearest(weight_MN: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
+    """A (rank, N) and B (M, rank) of which scale B A is nearest to the weight, equally large;
+    float32 at least. The largest element of each column of U is above 0."""
+    wide = torch.promote_types(weight_MN.dtype, torch.float32)
+    u, s, v = torch.linalg.svd(weight_MN.to(wide), full_matrices=False)
+    u_MK, v_KN = u[:, :rank], v[:rank]
+    sign_K = u_MK.gather(0, u_MK.abs().argmax(0, keepdim=True))[0].sign()
+    root_K = (s[:rank] / scale).sqrt() * sign_K
+    return root_K[:, None] * v_KN, u_MK * root_K
 
 
 def _drawn(draw: Random, made: dict[str, Any]) -> dict[str, Any]:
     return {**made, NAME: {"rank": draw.choice((1, 2, 3)), "alpha": 4.0}}
 
 
-WIRES.add(NAME, Wire(_read, _drawn, share=0.0))
+WIRES.add(NAME, Wire(_read, _drawn, share=0.0, made=converted))
 technique(NAME, FactoredWeights, "trains two factors in the place of each weight (2505.22922)")
 technique(
     RESTARTS,
