@@ -24,7 +24,7 @@ from safetensors import safe_open
 from verdict import Figure, conclude
 
 CLAIMED, LEFT, RATIO = 0.006, 2 / 3, 2  # of accuracy; of the parameters; of a weight's numbers
-BEFORE, BESIDE, STEPS, TOKENS, SEQUENCE, RATE = 600, 300, 150, 1024, 64, 3e-3
+BEFORE, BESIDE, STEPS, TOKENS, SEQUENCE, RATE = 400, 150, 80, 512, 64, 3e-3
 OPTIONS = {
     "data.tokenizer": "bytes", "train.batch_tokens": TOKENS, "train.sequence": SEQUENCE,
     "train.evaluate_every": 0, "train.save_every": 0, "sample.tokens": 0, "precision": "float32",

@@ -24,6 +24,7 @@ from outsize.kernels import rows
 from outsize.torch_private import FakeTensor
 
 IGNORE = -100  # target of a token that has none
+DRAWN = "drawn"  # the column of targets that are drawn (outsize/kernels/drawing.py)
 Span = tuple[int, int]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from outsize.data import Batch
 from outsize.data.batch import IGNORE, taken
 from outsize.errors import OutsizeError, counted
-from outsize.kernels.entropy import PLAIN, LossOptions
+from outsize.kernels.entropy import DRAWN, PLAIN, LossOptions
 from outsize.kernels.linear import GradSink
 from outsize.kernels.loss import Head, Targets, chunked_loss
 from outsize.models.build import segments
@@ -194,7 +194,10 @@ class NativeFlow:
 
         def loss_of(x_CD: Tensor, here: slice, its: Context, end: Any = model.epilogue) -> Tensor:
             h_CD, (weight, bias) = end(x_CD, its), end.head.fused()
-            return chunked_loss(h_CD, weight, bias, part.targets.at(here), head)
+            targets = part.targets.at(here)
+            if DRAWN in targets.columns:
+                return _loss_of_drawn(h_CD, weight, bias, targets, head)
+            return chunked_loss(h_CD, weight, bias, targets, head)
 
         def loss(x_TD: Tensor) -> Tensor:
             if rows is not None:
@@ -235,6 +238,19 @@ class NativeFlow:
         chunk = self.plan.loss_chunk or tokens
         scale, softcap = epilogue.logit_scale, epilogue.softcap
         return Head(factor, chunk, sink, scale, softcap, options, epilogue.vocabulary, loss)
+
+
+def _loss_of_drawn(
+    h_CD: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, head: Head
+) -> Tensor:
+    """The plain cross-entropy of labels that the model draws for itself."""
+    from outsize.kernels.drawing import drawn
+
+    targets, head = (
+        drawn(h_CD, weight, bias, targets, head),
+        replace(head, options=PLAIN, loss=None),
+    )
+    return chunked_loss(h_CD, weight, bias, targets, head)
 
 
 def _check_sided(plan: Plan) -> None:

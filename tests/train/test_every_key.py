@@ -252,7 +252,16 @@ ON = {
     "muon": {"optimizer.name": "muon"},
     **{
         name: {"optimizer.name": name, "plan.approximate": [name][TECHNIQUES.get(name).exact :]}
-        for name in ("schedule-free", "lion", "adafactor", "galore", "fira", "apollo", "frugal")
+        for name in (
+            "schedule-free",
+            "lion",
+            "adafactor",
+            "galore",
+            "fira",
+            "apollo",
+            "frugal",
+            "sophia",
+        )
     },
     "weights": {"model.weights": "stored", "adapt.lora": True, "weights": "int4"},
     "factored_weights": {"factored_weights": True},
@@ -293,6 +302,7 @@ SETTINGS = {
     "elastic-adapters.ranks": [16, 2], "four-bit-derivatives.rest": "whole",
     "schedule-free.betas": [0.9, 0.99], "factored_weights.rank": 3, "factored_weights.alpha": 8.0,
     "refactored.gap": 9, "refactored.reset": False, "refactored.recovery": 3,
+    "sophia.betas": [0.9, 0.95], "sophia.gamma": 0.5, "sophia.gap": 3,
     "pela.teacher": "full", "pela.features": 0.5, "pela.perturbation": 0.5, "pela.epsilon": 0.5,
     "lisa.count": 1, "lisa.gap": 3, "badam.gap": 3, "badam.order": "random",
     "adafactor.decay": -0.5, "adafactor.clip": 2.0, "adafactor.least": 0.01,
