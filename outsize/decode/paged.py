@@ -106,10 +106,7 @@ class PagedCache:
         """Pages for such keys and values. shared: as of AttendSpec."""
         if index not in self._layers:
             keys = self._pool(k_TGK)
-            if shared:
-                values = keys.first(v_TGW.shape[2])
-            else:
-                values = self._pool(v_TGW)
+            values = keys.first(v_TGW.shape[2]) if shared else self._pool(v_TGW)
             self._layers[index] = keys, values
         return self._layers[index]
 
