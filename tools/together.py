@@ -107,7 +107,8 @@ def switches() -> Iterator[Switch]:
     for name, one in PLAN_SETTINGS.items():
         mesh = {one.axis: WORKERS} if one.axis else {}
         more = {name: 4, **({NAMES: (one.approximate,)} if one.approximate else {})}
-        yield Switch(f"`plan.{name}`", mesh, recompute=bool(one.recompute), more=more)
+        said = f"`plan.{name}`" if one.run else f"`{name}` of a plan file"
+        yield Switch(said, mesh, recompute=bool(one.recompute), more=more)
     for name in known_names():
         skipping: dict[str, Any] = {"pipeline": pipelined("skip-pipe:0.25")}
         own = name == PARTIAL

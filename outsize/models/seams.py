@@ -225,7 +225,8 @@ class Context:
     may have that runs the same layers with this one, who all call them as often; 0: nobody does.
     between: of so many tokens, those that lie here between branches, [first, last). factor: of the
     sum of losses, in training; None where parts of documents are elsewhere. taken: by layer, what
-    its block took, where an adapter's block behind them wants that.
+    its block took, where an adapter's block behind them wants that. rows: that the tokens are, all
+    equally long and documents whole; 0: nobody knows.
     """
 
     positions_T: Tensor
@@ -239,6 +240,7 @@ class Context:
     between: Callable[[int], tuple[int, int]] = all_of
     factor: float | None = 0.0
     taken: dict[int, Tensor] = field(default_factory=dict, compare=False)
+    rows: int = 0
 
     def drop(self, x_TD: Tensor, name: str) -> Tensor:
         """x_TD with dropout, if there is any. name: of the place in the model."""

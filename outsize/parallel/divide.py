@@ -30,7 +30,8 @@ def divide(
     line: the workers of the pipeline, where they are not the world's (a forecast plays one).
     """
     beside = beside_of(world, plan.settings)
-    cuts = split(model, along(world, "tensor"), plan.sequence_parallel, beside)
+    axis = along(world, "tensor")
+    cuts = split(model, axis, plan.sequence_parallel, beside, plan.by_rows)
     over: list[tuple[str, tuple[Collective, ...]]] = [
         (axis.name, (along(world, axis.name),)) for axis in world.mesh.axes if axis.parts
     ]

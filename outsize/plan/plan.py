@@ -334,6 +334,11 @@ class Plan(Extended):
         return min((value for one, value in self.settings.every() if one.tokens), default=0)
 
     @property
+    def by_rows(self) -> int:
+        """Blocks at the front that share rows over the tensor axis (`Settings.by_rows`)."""
+        return self.settings.by_rows if self.mesh.tensor > 1 else 0
+
+    @property
     def busiest(self) -> int:
         """The first of the workers with the most rows, as `rows_at` counts them."""
         return max(range(len(self.row_shares)), key=self.row_shares.__getitem__, default=0)

@@ -31,9 +31,11 @@ class PlanSetting:
     are in a block at once. sums: the order in which sums are taken depends on it, so that a run
     that goes on keeps it. tighter: the planner chooses, where nobody says: for the smallest plan
     without it, two values, the second one for less memory; None: it is 0 then. quicker: the planner
-    weighs, where nobody says, these values by the predicted seconds of a plan without it. draws:
-    what `verify --random` chooses from. approximate: the technique that must be named for it, if it
-    is of one.
+    weighs, where nobody says, these values by the predicted seconds of a plan without it, the
+    first of them that fits. worth: of a step's time, under which one is taken; None: as usual.
+    by_rows: it is how many blocks at the front share rows over the tensor axis, so that parameters
+    lie otherwise. draws: what `verify --random` chooses from. approximate: the technique that must
+    be named for it, if it is of one. run: it is a key of runs, too; else of plan files alone.
     """
 
     name: str
@@ -47,8 +49,11 @@ class PlanSetting:
     sums: bool = False
     tighter: Callable[[Plan], tuple[int, int]] | None = None
     quicker: Callable[[Plan], tuple[int, ...]] | None = None
+    worth: float | None = None
+    by_rows: bool = False
     draws: tuple[int, ...] = (0,)
     approximate: str = ""
+    run: bool = True
 
     @property
     def leaf(self) -> Setting:
@@ -122,6 +127,21 @@ class Settings:
         names = {name for name, one in PLAN_SETTINGS.items() if one.quicker is not None}
         mine = dict(plan.closed.said)
         return self.having({name: mine[name] for name in names if self.get(name) is None})
+
+    @property
+    def by_rows(self) -> int:
+        """Blocks at the front whose weights are whole on every worker of the tensor axis, which
+        share the rows of a microbatch there."""
+        return max((value for one, value in self.every() if one.by_rows), default=0)
+
+    def sharing(self, blocks: int) -> Settings:
+        """With so many of these, where there are some."""
+        return self.having({name: blocks for name, _ in self.laying.changed.said})
+
+    @property
+    def laying(self) -> Settings:
+        """Those alone by which parameters lie otherwise."""
+        return Settings(tuple((one.name, value) for one, value in self.every() if one.by_rows))
 
     def summing(self) -> Settings:
         """Those on which the order of sums depends, all said."""

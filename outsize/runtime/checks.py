@@ -179,8 +179,8 @@ def _check_summed(placement: Placement) -> None:
                 "several workers of the pipeline have that stage (a schedule of two ways, or"
                 " parameters that stages share)"
                 if stage in own.merged
-                else "workers of the tensor axis sum some of them (norms where tokens are cut, or"
-                " heads that several have)"
+                else "workers of the tensor axis sum some of them (norms where tokens are cut,"
+                " heads that several have, or blocks that share rows)"
             )
             raise OutsizeError(
                 f"plan: gradients of stage {stage} rest on {tier}, and {why}; let them rest on"

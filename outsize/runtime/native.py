@@ -47,7 +47,8 @@ AUXILIARY = "auxiliary"  # how names of heads and of their parameters begin
 @dataclass(frozen=True)
 class Part:
     """A microbatch laid flat: the tokens that this worker has. lengths: of the whole
-    documents, where a part of some is here; attend: how its tokens attend; most: see Context."""
+    documents, where a part of some is here; attend: how its tokens attend; most, rows: see
+    Context."""
 
     ids_T: Tensor
     positions_T: Tensor
@@ -57,6 +58,7 @@ class Part:
     lengths: tuple[int, ...] | None = None
     attend: Attend | None = None
     most: int = 0
+    rows: int = 0
 
 
 class NativeFlow:
@@ -160,7 +162,7 @@ class NativeFlow:
             most = rows.ids_BS.shape[1] * self.plan.most_rows
         return Part(
             flat(rows.ids_BS), positions, targets, rows.flat_bounds(), rows.noise, lengths, attend,
-            most,
+            most, 0 if self.execution.axis else count,
         )  # fmt: skip
 
     def begin(
@@ -229,7 +231,7 @@ class NativeFlow:
             part.noise,
         )  # fmt: skip
         whole = sum(part.lengths or ()) == part.bounds[-1]
-        return replace(context, most=part.most, factor=factor if whole else None)
+        return replace(context, most=part.most, factor=factor if whole else None, rows=part.rows)
 
     def _head(self, factor: float, tokens: int) -> Head:
         options, loss = (self.options, self.loss) if torch.is_grad_enabled() else (PLAIN, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from outsize.errors import OutsizeError
 from outsize.plan import Plan, Sharding, Stage, Stream
 from outsize.plan.plan import per_segment
 from outsize.plan.settings import PLAN_SETTINGS
@@ -85,8 +86,11 @@ def _tighter(request: PlanRequest, plan: Plan) -> tuple[Plan, Plan]:
         left_open = one.tighter is not None and request.settings.get(name) is None
         if left_open and one.refusal(plan) is None:
             less, least = one.tighter(plan)  # type: ignore[misc]
-            some = replace(some, settings=some.settings.having({name: less}))
-            plan = replace(plan, settings=plan.settings.having({name: least}))
+            try:
+                tight = replace(plan, settings=plan.settings.having({name: least}))
+            except OutsizeError:  # it does not go with what the user has said
+                continue
+            some, plan = replace(some, settings=some.settings.having({name: less})), tight
     return some, plan
 
 

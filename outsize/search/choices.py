@@ -41,7 +41,7 @@ def weighed(
     else:
         made = choose(forecaster)
     for one in _open(request):
-        made = _set(forecaster, made, one)
+        forecaster, made = _set(of, forecaster, made, one)
     if request.pipeline is None and request.mesh.pipeline > 1 and not made.below:
         made = _scheduled(forecaster, made)
     return made
@@ -111,20 +111,51 @@ def _open(request: PlanRequest) -> Iterator[PlanSetting]:
             yield one
 
 
-def _set(forecaster: Predicts, first: Forecast, one: PlanSetting) -> Forecast:
-    """The plan with the value of a setting that makes it quickest."""
-    assert one.quicker is not None
-    plans = [(value, _having(first.plan, one, value)) for value in one.quicker(first.plan)]
-    found = [(v, made) for v, p in plans if p is not None and (made := fitting(forecaster, p))]
-    if not found:
-        return first
-    value, best = min(found, key=lambda each: each[1].seconds)
-    worth = 1.0 if one.approximate else WORTH
+def _set(
+    of: Callable[[PlanRequest], Predicts], forecaster: Predicts, first: Forecast, one: PlanSetting
+) -> tuple[Predicts, Forecast]:
+    """The plan with the first value of a setting that fits, where that makes it quicker; and what
+    predicts it."""
+    found = _first_fitting(of, forecaster, first, one)
+    if found is None:
+        return forecaster, first
+    value, other, best = found
+    worth = 1.0 if one.approximate else one.worth or WORTH
     if best.seconds < worth * first.seconds:
         said = f"{_less(best, first)} than where it is not set, as predicted"
-        return _because(replace(best, why=first.why), f"{one.name} {value}", said)
+        return other, _because(replace(best, why=first.why), f"{one.name} {value}", said)
     reason = f"{value} would take {_less(best, first)}, as predicted"
-    return _because(first, f"no {one.name}" if not one.approximate else one.name, reason)
+    name = f"no {one.name}" if not one.approximate else one.name
+    return forecaster, _because(first, name, reason)
+
+
+def _first_fitting(
+    of: Callable[[PlanRequest], Predicts], forecaster: Predicts, first: Forecast, one: PlanSetting
+) -> tuple[int, Predicts, Forecast] | None:
+    """A value, what predicts plans with it, and the plan; None where none can be or fits."""
+    assert one.quicker is not None
+    for value in one.quicker(first.plan):
+        plan = _having(first.plan, one, value)
+        if plan is None:
+            continue
+        other = _predicting(of, forecaster, one, value)
+        if other is not None and (made := fitting(other, plan)):
+            return value, other, made
+    return None
+
+
+def _predicting(
+    of: Callable[[PlanRequest], Predicts], forecaster: Predicts, one: PlanSetting, value: int
+) -> Predicts | None:
+    """What predicts plans with a value: another where parameters lie otherwise by it, None where
+    the model's cannot."""
+    if not one.by_rows:
+        return forecaster
+    request = forecaster.request
+    try:
+        return of(replace(request, settings=request.settings.having({one.name: value})))
+    except OutsizeError:
+        return None
 
 
 def _having(plan: Plan, one: PlanSetting, value: int) -> Plan | None:

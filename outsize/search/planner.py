@@ -136,7 +136,7 @@ def predict(
         return played.predict(config, request, plan, hardware)
     asked = replace(
         request, mesh=plan.mesh, sequence_parallel=plan.sequence_parallel, pipeline=plan.pipeline,
-        approximate=plan.approximate,
+        approximate=plan.approximate, settings=plan.settings,
     )  # fmt: skip
     if all(stage.last == stage.first + 1 for stage in plan.stages):
         return forecaster_of(config, asked, hardware).forecast(plan)

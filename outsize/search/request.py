@@ -200,6 +200,7 @@ def facts_of_model(config: DecoderConfig, request: PlanRequest) -> Facts:
         segments, per_segment(segments), mesh.rows, precision=request.precision, approximate=exact,
         mesh=mesh, sequence_parallel=bool(request.sequence_parallel),
         pipeline=request.schedule.cutting if request.mesh.pipeline > 1 else Pipelined(),
+        settings=request.settings.laying,
     )  # fmt: skip
     job_of, _ = native_makers(config, replace(request, clip=None))
     with FakeMode():

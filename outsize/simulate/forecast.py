@@ -217,8 +217,8 @@ class _Place:
         """Its part of the forecast."""
         role, count = self.schedule.role, len(self.placement.plan.stages)
         stages = range(count) if role is None else sorted(role.holds)
-        mesh = self.placement.plan.mesh
-        received = network.received(self.schedule.workers[0], self.says, mesh, hardware)
+        plan = self.placement.plan
+        received = network.received(self.schedule.workers[0], self.says, plan, hardware)
         peak = max(event.peak for event in trace.events if event.worker == turn)
         kinds = kinds_at_peak(trace, self.static, turn)
         if (first := self.begun(costs)) and sum(first.values()) > peak:

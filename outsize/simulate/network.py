@@ -12,14 +12,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from outsize.collectives import Mesh
+from outsize.collectives.axes import TENSOR
 from outsize.collectives.world import LAYERS
 from outsize.hardware import Hardware
+from outsize.plan import Plan
 from outsize.schedule import Action
 from outsize.schedule.chunks import Chunks
 from outsize.schedule.kept import MASTER
 from outsize.schedule.program import Says, Talk
 
+BORDERS = "borders"  # where blocks that share rows meet others
 AGREED = "agreement"  # the channel of the few numbers on which all agree: they are not told
 ALONE = ("stages", "exchange")  # channels that have a name of their own
 
@@ -75,10 +77,12 @@ def together(computing: float, saying: float, beside: float) -> float:
 
 @dataclass(frozen=True)
 class Received:
-    """Bytes that a worker has from others in a step: of its own machine, and of other machines."""
+    """Bytes that a worker has from others in a step: of its own machine, and of other machines; and
+    the seconds that these messages take, one after the other."""
 
     near: float = 0.0
     far: float = 0.0
+    seconds: float = 0.0
 
     @property
     def total(self) -> float:
@@ -86,27 +90,34 @@ class Received:
 
 
 def received(
-    actions: tuple[Action, ...], says: Says, mesh: Mesh, hardware: Hardware
+    actions: tuple[Action, ...], says: Says, plan: Plan, hardware: Hardware
 ) -> Mapping[str, Received]:
     """By kind of action, or by axis what workers say over it while they compute ("stages": what
-    passes between those of a pipeline), the bytes of a step."""
+    passes between those of a pipeline; "borders": what makes rows of wholes and wholes of rows),
+    the bytes of a step."""
     machine, found = workers_of_a_machine(hardware), dict[str, Received]()
     for action, said in zip(actions, says, strict=True):
         for talk in said:
             if talk.received and talk.channel != AGREED:
-                name = _name(action, talk, mesh)
+                name = _name(action, talk, plan)
                 had = found.get(name, Received())
-                found[name] = Received(had.near + near(talk, machine), had.far + far(talk, machine))
+                found[name] = Received(
+                    had.near + near(talk, machine), had.far + far(talk, machine),
+                    had.seconds + seconds(talk, hardware),
+                )  # fmt: skip
     return found
 
 
-def _name(action: Action, talk: Talk, mesh: Mesh) -> str:
+def _name(action: Action, talk: Talk, plan: Plan) -> str:
     """What brings the bytes of a talk."""
     if talk.channel in ALONE:
         return talk.channel
     if talk.channel not in LAYERS:
         return action.kind.lower()
-    return next(a.name for a in mesh.axes if mesh.ranks(a.name, talk.ranks[0]) == talk.ranks)
+    mesh, stage = plan.mesh, plan.stages[action.stage]
+    name = next(a.name for a in mesh.axes if mesh.ranks(a.name, talk.ranks[0]) == talk.ranks)
+    shares = stage.first > 0 and stage.last <= 1 + plan.by_rows  # and says nothing inside
+    return BORDERS if shares and name == TENSOR.name else name
 
 
 # -- the machine -----------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ class _Worker:
         self, trace: Trace, turn: int, hardware: Hardware, filling: Filling
     ) -> RankForecast:
         """Its part of the forecast."""
-        placement, mesh = self.job.placement, self.job.plan.mesh
+        placement = self.job.placement
         peak = max(event.peak for event in trace.events if event.worker == turn)
         kinds = kinds_at_peak(trace, self.static, turn)
         begun = {k: n for k, n in self.static.items() if k != "data"}
@@ -159,7 +159,7 @@ class _Worker:
         return RankForecast(
             tuple(stages if role is None else sorted(role.holds)), self.static,
             max(peak, self.evaluation), kinds,
-            network.received(self.schedule.workers[0], self.says, mesh, hardware),
+            network.received(self.schedule.workers[0], self.says, self.job.plan, hardware),
             sum(table.numel for table in placement.chunks.tables), self.schedule,
             below(placement, {}), self.evaluation,
         )  # fmt: skip

@@ -36,7 +36,7 @@ def sample(config: DecoderConfig, plan: Plan, split: bool = False) -> Sample:
     as they are where an adapter's layer sees what each has taken.
     """
     how = {i: _computed(s) for s in plan.stages for i in range(s.first, s.last)}
-    alike = [(layer, how[i]) for i, layer in enumerate(config.layers, start=1)]
+    alike = [(layer, how[i], _shares(plan, i)) for i, layer in enumerate(config.layers, start=1)]
     frozen = config.adapter is not None or config.frozen or any(x.frozen for x in config.layers)
     firsts = {alike.index(sort) for sort in set(alike)} if frozen else set()
     wiring, places = config.wiring, range(len(alike))
@@ -47,11 +47,21 @@ def sample(config: DecoderConfig, plan: Plan, split: bool = False) -> Sample:
     else:
         sorts = [(*sort, int(i in firsts)) for i, sort in enumerate(alike)]
     kinds = list(dict.fromkeys(sorts))
-    ways = (how[0], *(way for _, way, _ in kinds), how[plan.segments - 1])
+    ways = (how[0], *(way for _, way, _, _ in kinds), how[plan.segments - 1])
     stages = tuple(replace(way, first=i, last=i + 1) for i, way in enumerate(ways))
-    small = replace(plan, segments=len(stages), stages=stages, budget=None)
+    settings = plan.settings.sharing(sum(shares != NOT for _, _, shares, _ in kinds))
+    small = replace(plan, segments=len(stages), stages=stages, budget=None, settings=settings)
     stands = (0, *(kinds.index(sort) + 1 for sort in sorts), len(stages) - 1)
     return Sample(replace(config, layers=tuple(layer for layer, *_ in kinds)), small, stands)
+
+
+NOT = (False, False, False)
+
+
+def _shares(plan: Plan, block: int) -> tuple[bool, bool, bool]:
+    """Of a block, counted from 1: whether it shares rows, and is the first and the last one that
+    does, where layouts change."""
+    return (True, block == 1, block == plan.by_rows) if block <= plan.by_rows else NOT
 
 
 def _computed(stage: Stage) -> Stage:

@@ -246,7 +246,7 @@ def leaves() -> Mapping[str, Setting]:
     made = (field for field in dataclasses.fields(RunConfig) if not field.metadata)
     sections = {f.name: hints[f.name] for f in made if f.name != "techniques"}
     found = {f"{name}.{k.name}": k for name, kind in sections.items() for k in settings_of(kind)}
-    found |= {f"plan.{name}": one.leaf for name, one in PLAN_SETTINGS.items()}
+    found |= {f"plan.{name}": one.leaf for name, one in PLAN_SETTINGS.items() if one.run}
     return found | {key.name: key for key in settings_of(RunConfig)}
 
 

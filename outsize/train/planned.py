@@ -163,7 +163,7 @@ def _fixed(plan: Plan) -> Iterator[tuple[str, Any]]:
     if plan.mesh.tensor > 1:
         yield "plan.sequence_parallel", plan.sequence_parallel
     for name, one in PLAN_SETTINGS.items():
-        if not one.axis or plan.mesh[one.axis] > 1:
+        if one.run and (not one.axis or plan.mesh[one.axis] > 1):
             yield f"plan.{name}", one.of(plan)
     if plan.mesh.pipeline > 1:
         yield "plan.pipeline", plan.pipeline.said

@@ -26,10 +26,12 @@ from outsize.optim import LearningRate
 from outsize.optim.optimizer import precision_for
 from outsize.parallel.check.checker import refuse
 from outsize.parallel.check.decoder import Spread, check_decoder
+from outsize.parallel.tensor.by_rows import check_by_rows
 from outsize.parallel.tensor.declared import boundaries
 from outsize.parallel.tensor.rewired import check_wiring
 from outsize.parallel.tensor.units import check, cuts_of
 from outsize.plan import Plan, Precision, Sharding
+from outsize.plan.settings import PLAN_SETTINGS
 from outsize.plan.spread import sharding
 from outsize.search import PlanRequest, TooSmall, choose, predict, replayed
 from outsize.search.pipeline_request import check as check_pipeline
@@ -135,6 +137,10 @@ def set_up(
         predicted = _chosen(model, request, hardware, fit)
     else:
         predicted = _continued(model, request, plan, hardware)
+    made = predicted.plan
+    if made.by_rows:  # else it has been asked
+        laid = replace(request, settings=made.settings, sequence_parallel=made.sequence_parallel)
+        check_layouts(model.config, laid)
     predicted.prove()
     return Setup(resolved, model, hardware, predicted, specs)
 
@@ -209,14 +215,24 @@ def check_layouts(config: DecoderConfig, request: PlanRequest) -> None:
     if size > 1:
         check(config, size)
         check_wiring(config, size, parallel := bool(request.sequence_parallel))
+        if by_rows := request.settings.by_rows:
+            check_by_rows(build(config), by_rows)
         config = plain(config.unwired())
-        cuts = cuts_of(build(config), size, 0, parallel)
-        spread = Spread(cuts, boundaries(parallel))
+        cuts = cuts_of(build(config), size, 0, parallel, by_rows)
+        spread = Spread(cuts, boundaries(parallel, by_rows), by_rows=by_rows)
         refuse(check_decoder(config, size, spread))
 
 
 def _wired(config: DecoderConfig, request: PlanRequest) -> PlanRequest:
-    """What leaves it open whether tokens between branches are cut, for a model that has that."""
+    """What leaves it open whether tokens between branches are cut, and whether blocks share rows,
+    for a model that has that."""
+    for name, one in PLAN_SETTINGS.items():
+        if one.by_rows and request.mesh.tensor > 1 and request.settings.get(name) is None:
+            try:
+                some = request.settings.having({name: 1})
+                check_layouts(config, replace(request, settings=some))
+            except OutsizeError:
+                request = replace(request, settings=request.settings.having({name: 0}))
     if request.sequence_parallel is None:
         try:
             check_layouts(config, replace(request, sequence_parallel=True))

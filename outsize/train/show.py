@@ -22,6 +22,7 @@ from outsize.train.resolve import Resolved
 
 Segments = Sequence[tuple[str, Mapping[str, int]]]
 _SHARED = {
+    "borders": "rows of blocks that share them over the tensor axis, where these begin and end",
     "gather": "parameters that are cut, before they are used",
     "reduce": "gradients, summed",
     "collect": "parameters, from the workers that updated them",
@@ -61,11 +62,12 @@ def bytes_table(forecast: Forecast) -> Table:
 
 
 def network_table(forecast: Forecast) -> Table:
-    """What a worker has from others in a step."""
-    made = table("from others", "of this machine", "of others", "", right=slice(1, 3))
+    """What a worker has from others in a step, and what that takes."""
+    made = table("from others", "of this machine", "of others", "takes", "", right=slice(1, 4))
     for name, part in forecast.received.items():
         bytes_ = (_bytes(round(count)) for count in (part.near, part.far))
-        made.add_row(name, *bytes_, _SHARED.get(name, f"what the {name} axis says inside layers"))
+        meaning = _SHARED.get(name, f"what the {name} axis says inside layers")
+        made.add_row(name, *bytes_, time_of(part.seconds), meaning)
     return made
 
 
@@ -197,7 +199,11 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
 
 def _held(of: Forecast | RankForecast) -> dict[str, Any]:
     received = {
-        name: {"this_machine": round(part.near), "other_machines": round(part.far)}
+        name: {
+            "this_machine": round(part.near),
+            "other_machines": round(part.far),
+            "seconds": part.seconds,
+        }
         for name, part in of.received.items()
     }
     return {

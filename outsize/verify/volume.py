@@ -2,16 +2,17 @@
 
 States, matrices that are updated as wholes, and the few numbers on which all agree: what the
 program's actions say (outsize/schedule/talk.py). What depends on a microbatch's tokens is worked
-out here, apart from the planner's rehearsal. Tensor parallelism: the
-hidden states cross twice a layer and direction (Shoeybi et al., "Megatron-LM", 2019, section 3;
-with tokens cut a gather and a scatter take the place of each sum, Korthikanti et al., 2022), once
-more each where a block is recomputed; the loss exchanges three numbers a token (four where it is
-smoothed), a norm over all heads one each way. Pipelines: the hidden states of a microbatch cross
-once from stage to stage and their gradients once back, and nothing else does. Ends that are cut
-(Yeung et al., 2024, section 4): all workers sum the embedding of a microbatch and the gradient of
-the last stage's output, and exchange the loss's numbers; that output and the gradient of the first
-stage's input go to each of them. Experts that other workers have: what crosses is the router's to
-say, and the formula a bound.
+out here, apart from the planner's rehearsal. Tensor parallelism: the hidden states cross twice a
+layer and direction (Shoeybi et al., "Megatron-LM", 2019, section 3; with tokens cut a gather and a
+scatter take the place of each sum, Korthikanti et al., 2022), once more each where a block is
+recomputed; of blocks that share rows there, a gather behind the last one and of the gradient before
+the first (Yuan et al., "OneFlow", 2021, table 2); the loss exchanges three numbers a token (four
+where it is smoothed), a norm over all heads one each way. Pipelines: the hidden states of a
+microbatch cross once from stage to stage and their gradients once back, and nothing else does. Ends
+that are cut (Yeung et al., 2024, section 4): all workers sum the embedding of a microbatch and the
+gradient of the last stage's output, and exchange the loss's numbers; that output and the gradient
+of the first stage's input go to each of them. Experts that other workers have: what crosses is the
+router's to say, and the formula a bound.
 """
 
 from __future__ import annotations
@@ -172,7 +173,10 @@ def _handed(job: Job, config: DecoderConfig, move: Action) -> float:
     """What crosses with a move: of tokens that are cut, on average over the tensor axis."""
     plan, layer = job.plan, job.plan.stages[move.stage].last - 2
     size = plan.mesh.tensor
-    tokens = _tokens(job, move.microbatch) / (size if plan.sequence_parallel else 1)
+    cut = plan.sequence_parallel
+    if 0 <= layer < plan.by_rows - 1:
+        cut = _rows_shared(plan, _tokens(job, move.microbatch))
+    tokens = _tokens(job, move.microbatch) / (size if cut else 1)
     if move.part != WHOLE:  # of the ends, which have the embedding's features
         if move.state is State.ACTIVATIONS:  # what the head multiplies, of whole rows
             tokens = _tokens(job, move.microbatch)
@@ -218,6 +222,9 @@ def _segment(config: DecoderConfig, plan: Plan, segment: int, tokens: int, numbe
         end = _around(tokens * _features(config) * number, size)
         return end + (segment > 0) * (size - 1) * numbers * tokens * wide
     here = next(s for s in plan.stages if s.first <= segment < s.last)
+    if segment <= plan.by_rows:
+        gather = _around(tokens * config.hidden * number, size) / 2
+        return gather * _gathered(plan, segment, tokens, here.whole)
     chunked = plan.block_tokens > 0 and here.whole
     # Once more where it is recomputed; in chunks, all but the stage's last block twice.
     again = chunked and segment < here.last - 1
@@ -231,6 +238,20 @@ def _segment(config: DecoderConfig, plan: Plan, segment: int, tokens: int, numbe
         times = 2 + (here.whole or "attention" in here.recompute) + chunked + leaves + others
         total += 2 * times * _around(tokens * wide, size)
     return total
+
+
+def _rows_shared(plan: Plan, tokens: int) -> bool:
+    """Whether the rows of a microbatch of so many tokens divide over the tensor axis."""
+    return tokens // plan.sequence % plan.mesh.tensor == 0
+
+
+def _gathered(plan: Plan, segment: int, tokens: int, again: bool) -> int:
+    """How often all tokens are gathered in a block that shares rows. again: it is recomputed."""
+    first, last = segment == 1, segment == plan.by_rows
+    if _rows_shared(plan, tokens):
+        between = not plan.sequence_parallel  # else the stream is cut as rows are
+        return between * (first + last * (1 + again))
+    return plan.sequence_parallel * (first * (1 + again) + last)
 
 
 def _keys_values(config: DecoderConfig, plan: Plan, segment: int, tokens: int, size: int) -> float:

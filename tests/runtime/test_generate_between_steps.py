@@ -75,6 +75,7 @@ PLANS = {
     ),
     "tensor, pipeline": plan_on(Mesh(tensor=2, pipeline=2), sequence_parallel=True, pipeline=F1B1),
     "context": plan_on(Mesh(context=2)),
+    "blocks by rows": plan_on(Mesh(tensor=2), sequence_parallel=True, blocks_by_rows=2),
 }
 # Of the others "llama, untied".
 FIRST = "llama, untied"

@@ -24,6 +24,7 @@ OPEN = PlanRequest(
     16, 128, Precision.named("float32"), AdamW(), documents=(0, 128), sequence_parallel=None,
     recompute=(), loss_chunk=0, mlp_tile=0,
 )  # fmt: skip
+CUT = NONE.having({"blocks_by_rows": 0})  # whether they share rows: tests/techniques
 SLOWER = 1000  # so that products take most of the time, as in models of the usual sizes
 
 
@@ -44,7 +45,7 @@ def said(request: PlanRequest, hardware: Hardware) -> dict[tuple[bool, int], For
     return {
         (cut, chunks): choose(
             CONFIG,
-            replace(request, sequence_parallel=cut, settings=NONE.having({"overlap": chunks})),
+            replace(request, sequence_parallel=cut, settings=CUT.having({"overlap": chunks})),
             hardware,
         )
         for cut in (False, True)
@@ -54,7 +55,7 @@ def said(request: PlanRequest, hardware: Hardware) -> dict[tuple[bool, int], For
 
 @pytest.mark.parametrize("links", [1.0, 0.01])
 def test_sums_run_beside_products_where_links_are_what_takes_the_time(links):
-    request, hardware = replace(OPEN, mesh=Mesh(tensor=2)), machine(links)
+    request, hardware = replace(OPEN, mesh=Mesh(tensor=2), settings=CUT), machine(links)
     made, every = choose(CONFIG, request, hardware), said(request, hardware)
     least = min(one.seconds for one in every.values())
     assert least <= made.seconds < least / 0.95
@@ -65,7 +66,8 @@ def test_sums_run_beside_products_where_links_are_what_takes_the_time(links):
 
 
 def test_tokens_are_cut_between_branches_where_memory_asks_for_it():
-    request, hardware = replace(OPEN, mesh=Mesh(tensor=2), microbatch_rows=16), machine()
+    request = replace(OPEN, mesh=Mesh(tensor=2), microbatch_rows=16, settings=CUT)
+    hardware = machine()
     whole, cut = (
         choose(CONFIG, replace(request, sequence_parallel=one), hardware) for one in (False, True)
     )

@@ -10,13 +10,13 @@ import torch
 from subjects import config_of
 from threads import play
 
-from outsize.collectives import Mesh, along, received
+from outsize.collectives import Mesh, received
 from outsize.data import Batch
 from outsize.hardware import Hardware, Rate, catalogue
 from outsize.hardware.hardware import Link
 from outsize.models.build import build
 from outsize.optim import AdamW, Muon
-from outsize.parallel.tensor.decoder import split
+from outsize.parallel.divide import divide
 from outsize.plan import Plan, Precision, Sharding, zero
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
@@ -53,9 +53,8 @@ def counted(plan: Plan, optimizer=OPTIMIZER) -> list[int]:
     batch = Batch(ids[:, :-1], ids[:, 1:], ((0, SEQUENCE),) * ROWS)
 
     def work(world) -> int:
-        axis = along(world, "tensor")
         model = build(CONFIG, seed=0, dtype=torch.float64)
-        cuts = split(model, axis, plan.sequence_parallel)
+        cuts = divide(model, world, plan)
         job = Job(NativeFlow(model, plan), plan, Recipe(optimizer), Here(world), cuts=cuts)
         mine, had = batch.rows(*plan.rows_at(job.place)), []
         for _ in range(3):
@@ -74,6 +73,8 @@ CASES = {
     "three levels": (Mesh(4), Sharding(1, 2, 4), {}),
     "pairs": (Mesh(4), Sharding(2, 2, 2), {}),
     "tensor": (Mesh(1, 2), Sharding(), {}),
+    "tensor, two blocks by rows": (Mesh(1, 2), Sharding(), {"blocks_by_rows": 2}),
+    "zero 1, tensor, all by rows": (Mesh(2, 2), zero(1, 2), {"blocks_by_rows": 3}),
     "zero 3, tensor, sequence": (Mesh(2, 2), zero(3, 2), {"sequence_parallel": True}),
     "tensor, matrices": (Mesh(1, 2), Sharding(), {"optimizer": Muon()}),
     "zero 1, tensor, matrices": (Mesh(2, 2), zero(1, 2), {"optimizer": Muon()}),

@@ -54,7 +54,8 @@ def test_everything_is_drawn():
         "shards of parameters", "shards of gradients", "shards of optimizer states", "recompute",
         "order layer", "update behind", "uneven rows", "tied", "clip", "masked rows", "frozen",
         "shares of rows",
-        "label smoothing", "z-loss", "dropout", "resumed", "overlap", "ladder_from", "kraken_ways",
+        "label smoothing", "z-loss", "dropout", "resumed", "overlap", "blocks_by_rows",
+            "ladder_from", "kraken_ways",
         "uneven stages", "below: parameters", "below: gradients", "below: optimizer",
         "below: activations", "vocabulary 1", "vocabulary 2",
     }  # fmt: skip

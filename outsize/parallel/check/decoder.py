@@ -1,7 +1,9 @@
 """The checker on a native decoder and its table of layouts (outsize/parallel/tensor/declared.py).
 
 One layer of each kind is traced and checked, however many there are of it; kinds follow one another
-as the layers do, so that what one gives is what the next takes, in both directions.
+as the layers do, so that what one gives is what the next takes, in both directions. Layers that
+share rows see those of one worker alone: what else they are told lies as their tokens do, and what
+looks at whole documents has them.
 
 T tokens, D hidden.
 """
@@ -44,12 +46,14 @@ TOKENS = 8  # of the traced microbatch: two documents of four
 @dataclass(frozen=True)
 class Spread:
     """A decoder on the tensor axis: layouts of its parameters (cuts of any one worker, by name),
-    where layouts change, and how the logits lie that the loss takes."""
+    where layouts change, and how the logits lie that the loss takes. by_rows: blocks at the front
+    that share rows."""
 
     cuts: Mapping[str, Cut]
     boundaries: tuple[tables.Boundary, ...]
     logits: Layout = FEATURES
     axis: str = "tensor"
+    by_rows: int = 0
 
 
 def check_decoder(config: DecoderConfig, size: int, spread: Spread) -> tuple[Finding, ...]:
@@ -59,10 +63,11 @@ def check_decoder(config: DecoderConfig, size: int, spread: Spread) -> tuple[Fin
     layers = tuple(config.layers[i] for i in firsts)
     with torch.device("meta"):
         model = Decoder(replace(config, layers=layers))
+    sharing = sum(i < spread.by_rows for i in firsts)
     declared = _declaration(model, size, spread, firsts)
-    graph = _traced(model, frozenset(declared.known))
+    graph = _traced(model, frozenset(declared.known), sharing)
     checked = examined(graph, declared)
-    found = (*checked.findings, *_stream(graph, declared, checked))
+    found = (*checked.findings, *_streams(graph, declared, checked, sharing))
     names = {f"blocks.{j}": f"blocks.{i}" for j, i in enumerate(firsts)}
     renamed = (replace(f, module=_renamed(f.module, names)) for f in found)
     return (*renamed, *counted(spread.cuts, spread.axis, size))
@@ -97,6 +102,7 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 
 def _declaration(model: Decoder, size: int, spread: Spread, firsts: Sequence[int]) -> Declaration:
     names = {f"blocks.{j}": f"blocks.{i}" for j, i in enumerate(firsts)}
+    sharing = sum(i < spread.by_rows for i in firsts)
     cuts = {name: spread.cuts[_renamed(name, names)] for name, _ in model.named_parameters()}
     exchanges = dict(_exchanges(model, spread.boundaries, names))
     return Declaration(
@@ -107,7 +113,7 @@ def _declaration(model: Decoder, size: int, spread: Spread, firsts: Sequence[int
         exchanges,
         (),
         (Laid(spread.logits, spread.logits),),
-        dict(_wide_norms(model, cuts)),
+        {n: k for n, k in _wide_norms(model, cuts) if not tables.is_of_first(n, sharing)},
     )
 
 
@@ -121,7 +127,7 @@ def _exchanges(
             continue
         exchange = Exchange(boundary.before, boundary.after)
         for name in modules:
-            if fnmatchcase(_renamed(name, names), boundary.module):
+            if boundary.of(_renamed(name, names)):
                 yield from ((site, exchange) for site in _sites(modules[name], name, boundary.edge))
 
 
@@ -148,11 +154,14 @@ def _wide_norms(model: Decoder, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, 
                 yield name, Known(layout, layout)
 
 
-class _Noted(Beginning):
-    """A recurrence as one node."""
+BY_ROWS = "_by_rows"  # behind the name of an operator that looks at whole documents, which it has
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+
+class _Noted(Beginning):
+    """A recurrence as one node. sharing: layers at the front that share rows."""
+
+    def __init__(self, recorder: Recorder, sharing: int) -> None:
+        self._recorder, self._sharing = recorder, sharing
 
     def run(
         self,
@@ -165,11 +174,24 @@ class _Noted(Beginning):
         def play(*given: Tensor) -> Tensor:
             return recurrence.whole(given, bounds, None)[0]
 
-        return self._recorder.whole("recurrence", play, *inputs)
+        return self._recorder.whole(_called("recurrence", layer, self._sharing), play, *inputs)
 
 
-def _traced(model: Decoder, known: frozenset[str]) -> Graph:
+def _called(op: str, layer: int, sharing: int) -> str:
+    return op + BY_ROWS * (layer < sharing)
+
+
+def _told(_: nn.Module, args: tuple[Tensor, Context]) -> tuple[Tensor, Context]:
+    """Tables of the tokens that are here, which lie as those do."""
+    x_TD, ctx = args
+    rope = {n: (torch.empty_like(a), torch.empty_like(b)) for n, (a, b) in ctx.rope.items()}
+    return x_TD, replace(ctx, rope=rope)
+
+
+def _traced(model: Decoder, known: frozenset[str], sharing: int) -> Graph:
     """From ids to logits, attention and recurrences as one node each."""
+    for block in model.blocks[:sharing]:
+        block.register_forward_pre_hook(_told)
     ids_T = torch.empty(TOKENS, dtype=torch.int64, device="meta")
     bounds = (0, TOKENS // 2, TOKENS)
     rope = {
@@ -188,9 +210,10 @@ def _traced(model: Decoder, known: frozenset[str]) -> Graph:
             def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 return q.new_empty((*q.shape[:2], v.shape[2]))
 
-            return recorder.whole("attend", run, q_THK, k_TGK, v_TGW)
+            op = _called("attend", spec.layer, sharing)
+            return recorder.whole(op, run, q_THK, k_TGK, v_TGW)
 
-        carry = _Noted(recorder)
+        carry = _Noted(recorder, sharing)
         with recorder.sleeping():
             positions_T = torch.empty_like(ids_T)
             context = Context(positions_T, bounds, rope, attend, LocalDispatch(), carry)
@@ -200,11 +223,27 @@ def _traced(model: Decoder, known: frozenset[str]) -> Graph:
     return trace(model, (ids_T,), known=known, call=call)
 
 
-def _stream(graph: Graph, declared: Declaration, checked: Checked) -> Iterator[Finding]:
-    """Every layer takes and gives the residual stream in one layout, so their order is free. The
-    input of a layer before which nothing learns has no gradient: it fits any."""
-    sites = [(node.site[0], node.inputs[0]) for node in graph.nodes if node.site is not None]
-    layers = [(path, index) for path, index in sites if _is_layer(path)]
+def _streams(
+    graph: Graph, declared: Declaration, checked: Checked, sharing: int
+) -> Iterator[Finding]:
+    """Every layer takes and gives the residual stream in one layout, so their order is free; those
+    that share rows, which are first, in one of their own. The input of a layer before which nothing
+    learns has no gradient: it fits any."""
+    sites = [(node.site, node.inputs[0]) for node in graph.nodes if node.site is not None]
+    layers = [(site, index) for site, index in sites if _is_layer(site[0])]
+
+    def inside(site: Site) -> bool:
+        enters = site[1] == "input" and site in declared.exchanges
+        return tables.is_of_first(site[0], sharing) and not enters
+
+    for shared in (False, True):
+        some = [(site[0], index) for site, index in layers if inside(site) is shared]
+        yield from _stream(some, declared, checked)
+
+
+def _stream(
+    layers: Sequence[tuple[str, int]], declared: Declaration, checked: Checked
+) -> Iterator[Finding]:
     any_of = next((g for _, i in layers if (g := checked.gradients[i]) is not None), None)
     seen: dict[tuple[Found | None, Layout | None], str] = {}
     for path, index in layers:

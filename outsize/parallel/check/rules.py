@@ -219,7 +219,8 @@ def _attention(call: Call) -> Layout:
     if len(dims) > 1 or len(segments) > 1:
         raise Refusal(f"queries are {q}, keys {k}, values {v}", "take or all_gather")
     (dim,) = dims
-    if dim is None or dim >= len(call.shapes[0]) - tail:
+    tokens = 0 if call.op == "attend" else None
+    if dim in (None, tokens) or dim >= len(call.shapes[0]) - tail:
         raise Refusal(f"attention looks at the whole of dim {dim}, which is sharded", "all_gather")
     for mask, shape in zip(call.layouts[3:], call.shapes[3:], strict=True):
         here = dim - len(call.shapes[0]) + len(shape)
@@ -239,6 +240,14 @@ def _recurrence(call: Call) -> Layout:
     if isinstance(first, Sharded) and first.dim != 1:
         raise Refusal(f"a recurrence looks at the whole of dim {first.dim}", "all_gather")
     return first
+
+
+def _by_rows(call: Call) -> Layout:
+    """Whole documents lie on each worker."""
+    if any(layout != Sharded(0) for layout in call.layouts):
+        found = ", ".join(map(str, call.layouts))
+        raise Refusal(f"{call.op} is of each worker's own rows, and takes {found}", "take")
+    return Sharded(0)
 
 
 def _same(call: Call) -> Layout:
@@ -282,6 +291,8 @@ RULES: Mapping[str, Callable[[Call], Layout | list[Layout]]] = {
     "scaled_dot_product_attention": _attention,
     "attend": _attention,
     "recurrence": _recurrence,
+    "attend_by_rows": _by_rows,
+    "recurrence_by_rows": _by_rows,
     "cross_entropy": _loss,
     "_local_scalar_dense": _number,
     "item": _number,

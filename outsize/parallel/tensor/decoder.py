@@ -31,7 +31,8 @@ from outsize.models.seams import Context
 from outsize.models.wiring import AnyBlock
 from outsize.parallel.sums import cross, spans_of
 from outsize.parallel.tensor.beside import Beside
-from outsize.parallel.tensor.declared import Boundary, boundaries
+from outsize.parallel.tensor.by_rows import check_by_rows, share_rows
+from outsize.parallel.tensor.declared import Boundary, boundaries, is_of_first
 from outsize.parallel.tensor.rewired import Rewired, check_wiring, over_axis
 from outsize.parallel.tensor.units import check, counts, cuts_of
 from outsize.parallel.tensor.vocabulary import lookup, vocabulary
@@ -45,11 +46,12 @@ def split(
     axis: Collective,
     sequence_parallel: bool = False,
     beside: Beside | None = None,
+    by_rows: int = 0,
 ) -> dict[str, Cut]:
     """Leave of a decoder this worker's part; gives how each parameter was cut, by name.
 
     sequence_parallel: the residual stream is cut by tokens. beside: takes sums while the worker
-    computes.
+    computes. by_rows: blocks at the front that stay whole, and share rows.
 
     Shells and meta parameters stay such, values are copied; tied parameters stay one. The model
     then takes the same input on every worker and gives the same logits; its parameters' gradients
@@ -57,17 +59,20 @@ def split(
     """
     check(model.config, axis.size)
     check_wiring(model.config, axis.size, sequence_parallel and axis.size > 1)
-    cuts = cuts_of(model, axis.size, axis.rank, sequence_parallel)
+    cuts = cuts_of(model, axis.size, axis.rank, sequence_parallel, by_rows)
     if axis.size == 1:
         return cuts
+    if by_rows:
+        check_by_rows(model, by_rows)
+        share_rows(model, axis, by_rows, sequence_parallel)
     keep(model, cuts)
     tokens = model.prologue.tokens
     model.epilogue.vocabulary = vocabulary(axis, model.config.vocab)
     tokens.lookup = lookup(model.epilogue.vocabulary.span)
     if sequence_parallel:
         model.between = lambda tokens: spans_of(tokens, axis)[axis.rank]
-    _widen(model, axis)
-    modules = dict(model.named_modules())
+    _widen(model, axis, by_rows)
+    modules = {n: one for n, one in model.named_modules() if not is_of_first(n, by_rows)}
     crossed, wired, wiring = boundaries(sequence_parallel), Rewired(), over_axis(model.config)
     if wiring is not None:
         crossed = wiring.boundaries(sequence_parallel)
@@ -137,11 +142,13 @@ def _part(whole: nn.Parameter, cut: Cut) -> nn.Parameter:
     return nn.Parameter(value, requires_grad=whole.requires_grad)
 
 
-def _widen(model: Decoder, axis: Collective) -> None:
+def _widen(model: Decoder, axis: Collective, by_rows: int) -> None:
     """Norms that are cut, over all heads at once, take their statistic over the axis, and those of
     weights' rows theirs. What all compute alike of routers, each has a share of."""
     having = counts(model.config)
-    for module in model.modules():
+    for name, module in model.named_modules():
+        if is_of_first(name, by_rows):
+            continue
         if isinstance(module, Squares) and module.cut:
             module.total = axis.all_reduce
         if isinstance(module, Router):

@@ -8,7 +8,7 @@ from outsize.models.cuts import Cut
 from outsize.models.declared import Lies, Unit
 from outsize.models.decoder import Decoder
 from outsize.parallel.shards import even
-from outsize.parallel.tensor.declared import layouts
+from outsize.parallel.tensor.declared import is_of_first, layouts
 from outsize.parallel.tensor.rewired import over_axis
 
 
@@ -74,11 +74,17 @@ def nearest_size(config: DecoderConfig, size: int) -> int:
     return min(works, key=lambda n: (abs(n - size), n))
 
 
-def cuts_of(model: Decoder, size: int, rank: int, sequence_parallel: bool) -> dict[str, Cut]:
-    """How each parameter of a whole decoder lies on worker `rank` of `size`, by name."""
+def cuts_of(
+    model: Decoder, size: int, rank: int, sequence_parallel: bool, by_rows: int = 0
+) -> dict[str, Cut]:
+    """How each parameter of a whole decoder lies on worker `rank` of `size`, by name. by_rows:
+    blocks at the front that are whole everywhere, each worker having the gradient of its rows."""
     having, lies = counts(model.config), layouts(model)
+    by_rows = by_rows if size > 1 else 0
     return {
-        name: _cut(name, lies[name], tuple(p.shape), having, (size, rank), sequence_parallel)
+        name: Cut(tuple(p.shape), shared=size, partial=True)
+        if is_of_first(name, by_rows)
+        else _cut(name, lies[name], tuple(p.shape), having, (size, rank), sequence_parallel)
         for name, p in model.named_parameters()
     }
 
