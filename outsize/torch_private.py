@@ -175,6 +175,7 @@ def leave_compiler_out() -> None:
     """Let fake tensors do without torch.compile, whose import takes more than a second: they read
     its settings, and many operators of theirs are decorated to be let alone by it. It is imported
     when anything else of it is asked for, with these very settings, and then lets them alone."""
+    importlib.import_module("outsize.torch_later").come()
     name = "torch._dynamo"
     if name in sys.modules:
         return

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outsize.cli.command import Command, Drawing, adapted, adapters_of, drawing
+from outsize.cli.command import Drawing, Light, adapted, adapters_of, drawing
 
 if TYPE_CHECKING:
     from outsize.data import Tokenizer
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HELP = "/clear begins anew, /system TEXT sets what the model is told first, /exit or Ctrl-D ends"
 
 
-@click.command(cls=Command)
+@click.command(cls=Light)
 @click.argument("directory", type=click.Path(path_type=Path))
 @drawing
 @click.option("--seed", default=0, show_default=True, help="Of the draws.")

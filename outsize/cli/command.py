@@ -14,6 +14,7 @@ import click
 from click.core import ParameterSource
 
 from outsize.errors import OutsizeError
+from outsize.torch_later import put_off
 
 if TYPE_CHECKING:
     from outsize.decode.samplers import Sampling
@@ -39,6 +40,14 @@ class Command(click.Command):
             if text == str(error):
                 raise
             raise OutsizeError(text) from error
+
+
+class Light(Command):
+    """Of a model that is there: no plan is made of it, so PyTorch comes without what plans need."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        put_off()
+        return super().invoke(ctx)
 
 
 _PLACES = (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outsize.cli.command import Command
+from outsize.cli.command import Light
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +24,7 @@ def data() -> None:
     """Look at data as a run reads them; train a tokenizer."""
 
 
-@data.command(cls=Command)
+@data.command(cls=Light)
 @click.argument("files", nargs=-1, required=True)
 @click.option("--model", help="A model's directory, whose tokenizer and template are taken.")
 @click.option("--sequence", type=click.IntRange(1), help="Tokens of a row.")
@@ -106,7 +106,7 @@ def _print_piece(piece: Piece, out: Console) -> None:
     out.print(text, markup=False, highlight=False, end="", soft_wrap=True)
 
 
-@data.command(cls=Command)
+@data.command(cls=Light)
 @click.argument("files", nargs=-1, required=True)
 @click.option("--vocabulary", required=True, type=int, help="Its ids, special tokens included.")
 @click.option(

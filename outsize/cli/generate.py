@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outsize.cli.command import Command, Drawing, adapted, adapters_of, drawing
+from outsize.cli.command import Drawing, Light, adapted, adapters_of, drawing
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from outsize.serve.model import Model
 
 
-@click.command(cls=Command)
+@click.command(cls=Light)
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--prompt", default="", help="What the text begins with.")
 @click.option(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outsize.cli.command import Command
+from outsize.cli.command import Light
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from outsize.train.history import Entry
 
 
-@click.command(cls=Command)
+@click.command(cls=Light)
 @click.option(
     "--last", type=click.IntRange(1), default=20, show_default=True, help="Lines to show."
 )

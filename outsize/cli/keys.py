@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import click
 
-from outsize.cli.command import Command
+from outsize.cli.command import Light
 
 
-@click.command(cls=Command)
+@click.command(cls=Light)
 @click.argument("name", required=False)
 def keys(name: str | None) -> None:
     """List the keys that a run's file or --set can say. NAME: a key, a section as train, or a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from typing import Any
 
@@ -38,6 +39,7 @@ COLLECT = (50_000, 20, 100)
 class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         gc.set_threshold(*COLLECT)
+        atexit.register(gc.freeze)  # or Python looks them all through again before it leaves
         try:
             return super().invoke(ctx)
         except OutsizeError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from outsize.cli.command import Command
+from outsize.cli.command import Light
 
 RUNS = files("outsize.cli") / "runs"
 KINDS = tuple(sorted(one.name.removesuffix(".yaml") for one in RUNS.iterdir()))
@@ -17,7 +17,7 @@ _FRESH = {"model": "mini", "data": "stdlib"}  # of pretrain, where nothing is na
 _NAMED = {"model": "path/to/model", "data": "chats.jsonl"}
 
 
-@click.command(cls=Command)
+@click.command(cls=Light)
 @click.argument("kind", type=click.Choice(KINDS))
 @click.argument("file", required=False, type=click.Path(path_type=Path))
 @click.option("--model", help="The directory of a model; of pretrain a preset, too.")

@@ -52,6 +52,23 @@ def test_generate_imports_under_half_of_the_modules_that_it_did(directory) -> No
     }
 
 
+def test_kernels_without_memory_come_when_fake_tensors_ask(directory) -> None:
+    """A command that plans nothing leaves them out; PyTorch's own fake tensors find them."""
+    words = ["generate", str(directory), "--prompt", "a", "--max-tokens", "1"]
+    code = f"""
+from outsize.cli.main import main
+main({[*words, "--tokenizer", "bytes"]!r}, standalone_mode=False)
+import sys, torch
+assert not [m for m in ("torch._decomp", "torch._refs", "sympy") if m in sys.modules]
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    assert torch.nn.functional.embedding(torch.ones(3).long(), torch.ones(4, 5)).shape == (3, 5)
+assert torch.ones(2, device="meta").relu().shape == (2,)
+assert torch._meta_registrations.meta_index_Tensor
+"""
+    assert "torch._decomp" in imported(code)
+
+
 def test_config_tokenizer_and_prompt_are_read_once(directory, monkeypatch) -> None:
     read: list[str] = []
 
