@@ -10,7 +10,6 @@ O outputs, I inputs, G weights of a group, B bytes of its block, R bytes of a ro
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -225,17 +224,7 @@ def asked(config: DecoderConfig, name: str | None, where: str = KEY) -> DecoderC
             )
         return replace(config, coding=replace(config.coding, eights=eights)) if eights else config
     own = _head_of(config, where) if head else None
-    return coded(_untied(config) if head else config, format, False, own, eights)
-
-
-def _untied(config: DecoderConfig) -> DecoderConfig:
-    """The same model, whose head, where it is its token embedding, is made of that one's rows."""
-    if not config.tied:
-        return config
-    names, outer = config.names, config.names.outer
-    ignored = *names.ignored, f"^{re.escape(outer['epilogue.head'])}\\.weight$"  # a second copy
-    outer = {**outer, "epilogue.head": outer["prologue.tokens"]}
-    return replace(config, tied=False, names=replace(names, outer=outer, ignored=ignored))
+    return coded(config.untied() if head else config, format, False, own, eights)
 
 
 def _parts(name: str, where: str) -> tuple[str, bool, Rounding]:

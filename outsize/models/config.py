@@ -7,6 +7,7 @@ and have no field here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -210,3 +211,13 @@ class DecoderConfig:
     def unwired(self) -> DecoderConfig:
         """The plain model of the same branches."""
         return replace(self, wiring=None)
+
+    def untied(self) -> DecoderConfig:
+        """The same model, whose head, where it is its token embedding, is made of that one's rows."""
+        if not self.tied:
+            return self
+        names, outer = self.names, self.names.outer
+        head = f"^{re.escape(outer['epilogue.head'])}\\.weight$"  # a second copy
+        outer = {**outer, "epilogue.head": outer["prologue.tokens"]}
+        names = replace(names, outer=outer, ignored=(*names.ignored, head))
+        return replace(self, tied=False, names=names)
