@@ -213,7 +213,7 @@ class DecoderConfig:
         return replace(self, wiring=None)
 
     def untied(self) -> DecoderConfig:
-        """The same model, whose head, where it is its token embedding, is made of that one's rows."""
+        """The same model; a head that is its token embedding is one beside that, of its rows."""
         if not self.tied:
             return self
         names, outer = self.names, self.names.outer
