@@ -113,7 +113,7 @@ class Lying(Protocol):
         """form: of what is held; states: of as many requests."""
 
     def notes(self, page: int, requests: int, tokens: int, size: int) -> tuple[str, ...]:
-        """What the plan says of it. size: bytes of a page."""
+        """What the plan says of it. size: bytes of a page. OutsizeError where it cannot be had."""
 
 
 CACHES: Registry[Lying] = Registry("cache")

@@ -37,7 +37,8 @@ def refuse(lies: str, device: torch.device, workers: int) -> None:
 
 
 def notes_on(room: Room, size: int) -> tuple[str, ...]:
-    """What is to be known of how it lies. size: bytes of a page."""
+    """What is to be known of how it lies. size: bytes of a page. OutsizeError where the system does
+    not give what it takes."""
     if not room.lies:
         return ()
     return CACHES.get(room.lies).notes(room.page, room.slots + 1, room.context, size)

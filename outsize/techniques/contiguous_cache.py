@@ -213,10 +213,12 @@ class Contiguous:
         return StretchedCache(page, requests, tokens, form)
 
     def notes(self, page: int, requests: int, tokens: int, size: int) -> tuple[str, ...]:
-        each = -(-tokens // page)
+        addresses = requests * -(-tokens // page) * size
+        if addresses:  # so that a server is told now, not in its first step
+            Reserved(addresses)
         return (
             f"keys and values of a request lie one behind another, in"
-            f" {format_bytes(requests * each * size)} of reserved addresses, and take memory by"
+            f" {format_bytes(addresses)} of reserved addresses, and take memory by"
             f" {counted(page, 'token', ',')} as they grow ({format_bytes(size)}); prompts that"
             " begin alike share nothing, and who is interrupted is computed again",
         )

@@ -287,6 +287,6 @@ def test_it_is_switched_on_by_cache(tmp_path: Path) -> None:
     assert refused.stderr.startswith("error: a contiguous cache is for one worker")
 
 
-def test_addresses_that_cannot_be_had_are_said() -> None:
+def test_addresses_that_cannot_be_had_are_said_with_the_plan() -> None:
     with pytest.raises(OutsizeError, match=r"cannot reserve .* bytes of addresses"):
-        Reserved(1 << 60)
+        CACHES.get(LIES).notes(16, 1 << 20, 1 << 30, 4096)
