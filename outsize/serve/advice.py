@@ -63,11 +63,12 @@ def enough(price: Price, tokens: int, most: int, slo: Slo) -> tuple[int, int, fl
 
 
 def advice(room: Room, weights: int, cache: int, arrivals: Sequence[Arrival]) -> Advice:
-    """Of a traffic. weights, cache: bytes of one worker, the cache's for all pages of the room."""
+    """Of a traffic, among numbers that the room's pages hold to their ends, whatever its slots.
+    weights, cache: bytes of one worker, the cache's for all pages of the room."""
     whole = sum(one.prompt + one.new for one in arrivals) / len(arrivals)
     deep = sum(one.prompt + one.new // 2 for one in arrivals) // len(arrivals)
     pages = -(-round(whole) // room.page)
-    most = min(_MOST, max(room.slots, room.pages // pages))
+    most = max(1, min(_MOST, room.pages // pages))
     few, best, part = enough(room.price, deep, most, room.slo)
     own = min(cache, few * pages * (cache // room.pages))
     free = cache - own

@@ -30,7 +30,7 @@ from outsize.models.build import build
 from outsize.models.coding import held
 from outsize.models.families import parse
 from outsize.serve import engine as engines
-from outsize.serve.advice import enough
+from outsize.serve.advice import advice, enough
 from outsize.serve.asks import Ask, Room
 from outsize.serve.engine import Engine
 from outsize.serve.files import Limits
@@ -216,6 +216,15 @@ def test_a_sweep_finds_the_requests_that_are_enough(price: Price, few: int) -> N
 
     _, kept, _ = enough(price, 16, 40, Slo(tpot=step(12)))
     assert step(kept) <= step(12) and kept <= best
+
+
+@pytest.mark.parametrize("slots", [2, 64])
+def test_no_more_are_advised_than_pages_hold(slots: int) -> None:
+    """Where more always draw more, whatever the slots: 25 pages of 4 tokens, 10 tokens each."""
+    room = Room(25, 4, slots, 64, 1 << 20, 64, Price(Curve(((1, 1.0), (64, 1.0)))))
+    found = advice(room, 100, 25 * 8, [Arrival(0.0, 6, 4)])
+    assert (found.tokens, found.best) == (10, 25 // 3)
+    assert found.cache == found.few * 3 * 8 and found.free == 25 * 8 - found.cache
 
 
 def test_traffic_is_read_or_refused_by_its_line(tmp_path: Path) -> None:
