@@ -224,10 +224,15 @@ def merge(model: Decoder) -> Decoder:
     return remove(model)
 
 
+def mergeable(model: Decoder) -> bool:
+    """Whether weights can take up its adapter."""
+    mixed = any(isinstance(one, MLP) and one.mixture is not None for one in model.modules())
+    return not mixed and all(BESIDE in n for n, one in declarations(model) if one.file)
+
+
 def _check_mergeable(model: Decoder) -> None:
     """OutsizeError for an adapter that no weight can take up."""
-    mixed = any(isinstance(one, MLP) and one.mixture is not None for one in model.modules())
-    if mixed or any(one.file and BESIDE not in name for name, one in declarations(model)):
+    if not mergeable(model):
         raise OutsizeError(
             "merge: the adapter computes what no weight of the model can take up; keep it beside"
             " the model, where outsize generate, eval and load use it as it is"

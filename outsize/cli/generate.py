@@ -353,7 +353,9 @@ def opened(
         paths = [(adapters.model_directory(path), weight) for path, weight in named]
         return Model(adapters.load(found, dtype, device, config, paths))
     from outsize.checkpoint.hub import describe
+    from outsize.checkpoint.whole import check_whole
     from outsize.serve.files import InFiles
 
+    check_whole(found)
     home = InFiles(describe(found, config), limits, dtype, device)
     return Model(home.model, home)

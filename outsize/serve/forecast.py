@@ -14,12 +14,12 @@ from datetime import date
 import torch
 from torch import Tensor
 
-from outsize.checkpoint.adapters import ADAPTER_CONFIG, model_directory
+from outsize.checkpoint.adapters import model_directory
 from outsize.checkpoint.hub import Described, describe, read_config, supposed
+from outsize.checkpoint.whole import check_whole
 from outsize.collectives import Mesh, along
 from outsize.collectives.pretend import PretendWorld
 from outsize.decode.generate import PREFILL_TOKENS, Request, check_request
-from outsize.errors import OutsizeError
 from outsize.hardware.disk import disk_rates
 from outsize.memory.stored import StoredFiles, operations
 from outsize.models.build import build, materialise, segments
@@ -68,11 +68,7 @@ def described(name: str, weights: str | None = None) -> Described:
     if SHAPES.find(name) is not None:
         return _supposed(parse({**SHAPES.get(name)}), weights)
     directory = model_directory(name)
-    if (directory / ADAPTER_CONFIG).is_file():
-        raise OutsizeError(
-            f"{directory} holds an adapter; expected a whole model: outsize merge {directory}"
-            " --into NEW writes one"
-        )
+    check_whole(directory)
     if any(directory.glob("model*.safetensors*")):
         return describe(directory, asked(read_config(directory), weights, "--weights"))
     return _supposed(read_config(directory), weights)

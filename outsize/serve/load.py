@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from outsize.checkpoint.hub import describe, read_config
+from outsize.checkpoint.whole import check_whole
 from outsize.collectives import Lone, Mesh, World, from_environment
 from outsize.models.coding import asked
 from outsize.plan.settings import NONE, Settings
@@ -29,7 +30,8 @@ def on_mesh(
 ) -> Model:
     """The model in a Hugging Face directory on this worker of `world`; with limits its part stays
     in the files. leave: called in the end. settings: of the plan. weights: what
-    the blocks' are held as; None: as they lie."""
+    the blocks' are held as; None: as they lie. OutsizeError for an adapter's directory."""
+    check_whole(path)
     found = describe(path, asked(read_config(path), weights, "weights"))
     home: OnMesh | InFiles
     if limits is None:

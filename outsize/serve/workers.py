@@ -17,6 +17,7 @@ import torch
 from outsize import accelerator
 from outsize.checkpoint import hub
 from outsize.checkpoint.shards import INDEX, SUMS
+from outsize.checkpoint.whole import check_whole
 from outsize.collectives import Mesh, parse_mesh
 from outsize.collectives.joined import number
 from outsize.errors import OutsizeError
@@ -90,6 +91,7 @@ def run_workers(
         run_there(lambda post: _work(asked, find, go, post), os.environ, there)
     directory = find()
     mesh = asked.mesh_of()
+    check_whole(directory)
     check_mesh(hub.read_config(directory), mesh)
     native.library()  # compiled once for all of them, if need be
     warm_fake_tensors()  # imported once

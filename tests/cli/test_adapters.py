@@ -94,8 +94,23 @@ def test_generating_with_the_adapter_and_merged_gives_the_same_text(invoke, home
     refused = invoke("generate", "run", *words, "--memory", "1GiB")
     assert refused.exit_code == 2 and "holds an adapter alone" in refused.output
     unplanned = invoke("plan", "run", "--prompt-tokens", 5)
-    assert unplanned.exit_code == 2 and "holds an adapter; expected" in unplanned.stderr
+    assert unplanned.exit_code == 2 and "holds an adapter alone; expected" in unplanned.stderr
     assert invoke("plan", "merged", "--prompt-tokens", 5).exit_code == 0
+
+
+@pytest.mark.parametrize(("adapter", "size"), [("lora", {"rank": 2}), ("unipt", {"size": 4})])
+def test_what_wants_a_whole_model_says_how_to_have_one(invoke, home, base, adapter, size):
+    """Of an adapter that merges, and of one that no weight can take up."""
+    made = outsize.adapt(outsize.load(home / "base"), adapter, **size)
+    outsize.save(made, home / "own", adapter_only=True)
+    remedy = "outsize merge own" if adapter == "lora" else "use it in memory on one worker"
+    words = ("generate", "own", "--prompt", "line", "--tokenizer", "bytes")
+    for more in (("--memory", "64MiB"), ("--mesh", "tensor=2")):
+        refused = invoke(*words, *more)
+        assert refused.exit_code == 2 and remedy in refused.output
+        assert "own holds an adapter alone; expected a whole model" in refused.output
+    with pytest.raises(outsize.OutsizeError, match="own holds an adapter alone"):
+        outsize.load(home / "own", memory="64MiB")
 
 
 def test_a_run_file_says_it_and_random_weights_are_refused(invoke, home, base):
