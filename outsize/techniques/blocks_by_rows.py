@@ -61,6 +61,6 @@ PLAN_SETTINGS.add(
         worth=WORTH,
         by_rows=True,
         run=False,
-        draws=(0, 1, 1, 2),
+        draws=(0, 1, 1, 2, 3),
     ),
 )

@@ -34,7 +34,7 @@ from outsize.runtime.runners import check_blocks
 from outsize.techniques.optim.adamw8bit import AdamW8Bit, Settings
 from outsize.verify import draw_pipeline as pipes
 from outsize.verify.case import Case, Native
-from outsize.verify.draw_data import Data, masked, unlike
+from outsize.verify.draw_data import Data, masked, sharing, unlike
 from outsize.verify.shapes import shape
 
 ATTEMPTS = 200
@@ -108,6 +108,7 @@ def _case(draw: Random, seed: int, workers: int) -> Drawn:
     config = parse(model)
     plan, shown = _plan(draw, len(config.layers) + 2, mesh, rows, line)
     plan = unlike(Random(f"{seed} shares"), plan)
+    plan = sharing(Random(f"{seed} by rows"), plan, config)
     frozen = draw.choice(FROZEN) if draw.random() < 0.3 else ()
     options = LossOptions(0.1 * (draw.random() < 0.3), 1e-2 * (draw.random() < 0.3))
     clip = draw.choice((None, 0.01, 0.5)) if plan.update == "apart" else None
@@ -125,6 +126,7 @@ def _case(draw: Random, seed: int, workers: int) -> Drawn:
     _refuse(case)
     what = {
         "model": model, "mesh": str(mesh), **shown, "row_shares": plan.row_shares,
+        **dict(plan.settings.laying.said),
         "optimizer": name, "clip": clip, "frozen": frozen,
         "label smoothing": options.label_smoothing, "z-loss": options.z_loss,
         "dropout": data.dropout, "masked rows": data.masked, "resumed": resume,
@@ -221,7 +223,8 @@ def _plan(
         precision=Precision.named("float64"), approximate=line.approximate, **shown,
     )  # fmt: skip
     plan = plan if rest == Rest() else pipes.resting(draw, plan, rest)
-    settings = {name: _setting(draw, one, plan) for name, one in PLAN_SETTINGS.items()}
+    every = ((name, one) for name, one in PLAN_SETTINGS.items() if not one.by_rows)
+    settings = {name: _setting(draw, one, plan) for name, one in every}
     plan, shown = replace(plan, settings=NONE.having(settings)), {**shown, **settings}
     recompute = [(s.first, s.last, *s.recompute) for s in stages]
     shown |= {"shards": shards, "stages": recompute, "stream": stream}

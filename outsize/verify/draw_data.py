@@ -1,4 +1,5 @@
-"""Random data of a draw: tokens in documents of ragged lengths, some rows without any target."""
+"""Random data of a draw: tokens in documents of ragged lengths, some rows without any target; and
+how workers share rows."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 
 from outsize.data import IGNORE, Batch
+from outsize.models.config import DecoderConfig
 from outsize.models.dropout import Noise
 from outsize.plan import Plan
+from outsize.plan.settings import PLAN_SETTINGS
 
 
 def unlike(draw: Random, plan: Plan) -> Plan:
@@ -24,6 +27,20 @@ def unlike(draw: Random, plan: Plan) -> Plan:
     made = replace(plan, row_shares=shares)
     kept = plan.mesh.pipeline == 1 or made.microbatches == plan.microbatches
     return made if kept else plan
+
+
+def sharing(draw: Random, plan: Plan, config: DecoderConfig) -> Plan:
+    """Some of the first blocks share rows over the tensor axis, where the plan and the model let
+    them."""
+    experts = [layer.experts for layer in config.layers]
+    most = experts.index(True) if True in experts else len(experts)
+    if config.rewired or plan.rests_below("gradients"):
+        return plan
+    for name, one in PLAN_SETTINGS.items():
+        if one.by_rows and one.refusal(plan) is None:
+            value = min(most, draw.choice(one.draws))
+            plan = replace(plan, settings=plan.settings.having({name: value}))
+    return plan
 
 
 def masked(draw: Random, plan: Plan) -> tuple[int, int]:

@@ -6,8 +6,8 @@ out here, apart from the planner's rehearsal. Tensor parallelism: the hidden sta
 layer and direction (Shoeybi et al., "Megatron-LM", 2019, section 3; with tokens cut a gather and a
 scatter take the place of each sum, Korthikanti et al., 2022), once more each where a block is
 recomputed; of blocks that share rows there, a gather behind the last one and of the gradient before
-the first (Yuan et al., "OneFlow", 2021, table 2); the loss exchanges three numbers a token (four
-where it is smoothed), a norm over all heads one each way. Pipelines: the hidden states of a
+the first (Yuan et al., "OneFlow", 2021, section 3.2); the loss exchanges three numbers a token
+(four where it is smoothed), a norm over all heads one each way. Pipelines: the hidden states of a
 microbatch cross once from stage to stage and their gradients once back, and nothing else does. Ends
 that are cut (Yeung et al., 2024, section 4): all workers sum the embedding of a microbatch and the
 gradient of the last stage's output, and exchange the loss's numbers; that output and the gradient
