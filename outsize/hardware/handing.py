@@ -113,10 +113,10 @@ class _Block(nn.Module):
         made: Tensor = x_TD + down(gated(gate(n_TD), up(n_TD), SILU))
         return made
 
-    def _attended(self, *heads: Tensor) -> Tensor:
-        if attention.fits(*heads):
-            return attention.attend(*heads, (0, TOKENS), 1.0, None)
-        q, k, v = (x_THK.transpose(0, 1)[None] for x_THK in heads)
+    def _attended(self, q_THK: Tensor, k_THK: Tensor, v_THK: Tensor) -> Tensor:
+        if attention.fits(q_THK, k_THK, v_THK):
+            return attention.attend(q_THK, k_THK, v_THK, (0, TOKENS), 1.0, None)
+        q, k, v = (x_THK.transpose(0, 1)[None] for x_THK in (q_THK, k_THK, v_THK))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
 
 

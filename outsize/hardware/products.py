@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -74,10 +74,11 @@ def _fitted(table: Sequence[Matmul], width: int) -> Law:
     for count in (1, 2, 3):  # of all sets of terms the best whose rates are none below zero
         for kept in map(list, combinations(range(3), count)):
             found = np.linalg.lstsq(terms[:, kept], np.ones(len(table)), rcond=None)[0]
-            off = float(((terms[:, kept] @ found - 1) ** 2).sum())
-            if found.min() >= 0 and off < least:
-                best, least = np.zeros(3), off
+            left = float(((terms[:, kept] @ found - 1) ** 2).sum())
+            if found.min() >= 0 and left < least:
+                best, least = np.zeros(3), left
                 best[kept] = found
-    law = Law(*map(float, best), width)
-    off = (math.log(t / law.plain(shape)) for t, shape in zip(taken, shapes, strict=True))
-    return Law(law.call, law.operation, law.byte, width, tuple(zip(shapes, off, strict=True)))
+    call, operation, byte = map(float, best)
+    law = Law(call, operation, byte, width)
+    off = [math.log(t / law.plain(shape)) for t, shape in zip(taken, shapes, strict=True)]
+    return replace(law, shapes=tuple(zip(shapes, off, strict=True)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -176,11 +177,11 @@ def _said(file: str, name: str) -> int:
     return max(int(value) for value in re.findall(rf"\b{name} = (\d+)[;,]", text))
 
 
-def _beside(x: Tensor, call: object) -> int:
+def _beside(x: Tensor, call: Callable[[Tensor], Tensor]) -> int:
     """Bytes that a ledger sees at most while a product of fake rows is made, but for its result."""
     with torch.no_grad(), rows.alone(), Ledger() as ledger:
-        y = call(x)  # type: ignore[operator]
-    return ledger.peak - y.nbytes
+        y = call(x)
+    return int(ledger.peak - y.nbytes)
 
 
 def test_room_that_products_take_for_themselves_is_foretold(
