@@ -110,15 +110,17 @@ def by_element(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return function(padded)[..., :size].contiguous()
 
 
-def scratch(x: Tensor, outputs: int, group: int = 0, eights: bool = False) -> int:
+def scratch(x: Tensor, outputs: int, group: int = 0, eights: Rounding = "") -> int:
     """Bytes at most that a product has for a while in memory of its own, which no allocator sees,
     beside x (..., I) and its result: rows made wide or rounded, and what each thread works in.
-    group: of the weight's codes, 0 where it has none; eights: whether rows are rounded."""
+    group: of the weight's codes, 0 where it has none; eights: how rows are rounded."""
     inner, threads = x.shape[-1], native.threads()
     tokens = x.numel() // max(1, inner)
     if eights:
         some, groups = min(tokens, _ROUNDED), inner // group
         whole = some * (2 * inner + 4 * groups * (1 + group // _CHUNK))
+        if eights == "+outliers":  # a list a row, which has room for twice as many as it may hold
+            whole += some * (24 + 24 * inner)
         return 8 + whole + 4 * threads * _ACROSS * (groups + some)
     narrow = x.dtype is not torch.float32
     size = 4 * outputs  # its bias, made wide
@@ -127,7 +129,7 @@ def scratch(x: Tensor, outputs: int, group: int = 0, eights: bool = False) -> in
     return size + (4 * threads * _OUTPUTS * inner if narrow or group else 0)
 
 
-def _shown(x: Tensor, outputs: int, group: int = 0, eights: bool = False) -> None:
+def _shown(x: Tensor, outputs: int, group: int = 0, eights: Rounding = "") -> None:
     """Let who counts bytes see the scratch of a product come and go, of fake tensors too."""
     if watched():
         x.new_empty(scratch(x, outputs, group, eights), dtype=torch.uint8)

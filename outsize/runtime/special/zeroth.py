@@ -124,7 +124,7 @@ class Losses(Method):
         return Recipe(Zeroth(usual.lr, own.epsilon, usual.weight_decay, said.seed))
 
     @staticmethod
-    def adapted(model: Trainable, plan: Plan) -> tuple[Trainable, Plan]:
+    def adapted(model: Trainable, plan: Plan, recipe: Recipe) -> tuple[Trainable, Plan]:
         if getattr(model, "options", PLAIN) != PLAIN:
             raise OutsizeError(
                 "zeroth-order: train.label_smoothing and train.z_loss change gradients, and there"
