@@ -12,6 +12,7 @@ parallelism.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import islice
 
@@ -39,7 +40,7 @@ DEVICES, MEMORY, SEQUENCE = 8, 16 << 30, 128
 CLASSES, FEW, MANY = (65_536, 262_144, 1_048_576), 32, 128  # and rows of a step
 SPLIT, OTHER = Sharded(0), Sharded(1)
 # Bytes of a conversion over p devices, in sizes of the whole tensor and over all of them.
-CONVERSIONS = {
+CONVERSIONS: Mapping[tuple[Layout, Layout], Callable[[int], float]] = {
     (SPLIT, SPLIT): lambda p: 0.0,
     (SPLIT, OTHER): lambda p: (p - 1) / p,
     (SPLIT, REPLICATED): lambda p: p - 1.0,
