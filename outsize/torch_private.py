@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         DynamicOutputShapeException as DynamicOutputShapeException,
     )
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorConverter as FakeTensorConverter
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 
@@ -52,6 +53,7 @@ _LATER = {
     "DataDependentOutputException": _FAKE,
     "DynamicOutputShapeException": _FAKE,
     "FakeTensor": _FAKE,
+    "FakeTensorConverter": _FAKE,
     "FakeTensorMode": _FAKE,
     "unset_fake_temporarily": _FAKE,
     "PrefixStore": _C10D,

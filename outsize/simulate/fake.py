@@ -13,9 +13,17 @@ from typing import Any
 
 import torch
 
-from outsize.torch_private import FakeTensor, FakeTensorMode, leave_compiler_out, storage_key
+from outsize.torch_private import (
+    FakeTensor,
+    FakeTensorConverter,
+    FakeTensorMode,
+    disable_current_modes,
+    leave_compiler_out,
+    storage_key,
+)
 
 _DEVICE = torch.ops.prim.device.default
+_LIFT = torch.ops.aten.lift_fresh.default  # what torch.tensor has made, of which nobody else knows
 _OURS = ("aten", "outsize")
 _ASKED = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _PLAIN = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -39,12 +47,38 @@ class _Unlike(Exception):
     """An argument or a result about which more is to be asked."""
 
 
+class _Converter(FakeTensorConverter):
+    """Fake tensors for small results of numbers that are known, which stay so as long as nobody
+    writes into them. PyTorch's own asks its compiler for a name for each."""
+
+    def from_real_tensor(
+        self, fake_mode: Any, t: torch.Tensor, make_constant: bool = False, *args: Any, **more: Any
+    ) -> FakeTensor:
+        if not make_constant or not _plain(t):
+            return super().from_real_tensor(fake_mode, t, make_constant, *args, **more)
+        fake = _alike(fake_mode, t, t)
+        self.add_constant_storage_mapping(fake)
+        return fake
+
+
+def _plain(t: torch.Tensor) -> bool:
+    """Whether it is nothing but its numbers, one behind another."""
+    return type(t) is torch.Tensor and t.is_contiguous() and not t.requires_grad
+
+
+def _alike(mode: FakeTensorMode, t: torch.Tensor, constant: torch.Tensor | None) -> FakeTensor:
+    with disable_current_modes():
+        meta = torch.empty(t.shape, dtype=t.dtype, device="meta")
+    return FakeTensor(mode, meta, t.device, constant=constant)
+
+
 class FakeMode(FakeTensorMode):
     """FakeTensorMode of static shapes, with what operators gave kept for all modes of its kind."""
 
     def __init__(self) -> None:
         leave_compiler_out()
         super().__init__()
+        self.fake_tensor_converter = _Converter(copy_data=False, export=False)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -53,6 +87,8 @@ class FakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and not self.in_kernel_invocation:
             return args[0].fake_device
+        if func is _LIFT and _plain(args[0]) and not self.may_turn_const(args[0]):
+            return _alike(self, args[0], None)
         tensors: list[FakeTensor] = []
         try:
             key = self._key(func, args, kwargs or {}, tensors)

@@ -3,6 +3,7 @@ strides, dtypes, devices and which of them share a storage, of every operator of
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -134,3 +135,22 @@ def test_values_are_still_refused() -> None:
                 torch.zeros(2).sum().item()
             with pytest.raises(DynamicOutputShapeException):
                 torch.zeros(2).nonzero()
+
+
+def test_numbers_that_are_written_down_stay_known_without_the_compiler(monkeypatch) -> None:
+    """Until somebody writes into them; torch.compile is not imported to name them."""
+    from outsize.torch_private import DataDependentOutputException, FakeTensor
+
+    monkeypatch.setitem(sys.modules, "torch._dynamo.source", None)  # its import fails
+    with FakeMode():
+        one = torch.tensor(3)
+        assert type(one) is FakeTensor and one.item() == 3 and (one + 1).item() == 4
+        many = torch.tensor([[1.5] * 300] * 2)
+        assert type(many) is FakeTensor and many.shape == (2, 300) and many.stride() == (300, 1)
+        assert many.dtype == torch.float32 and many.untyped_storage().nbytes() == 2_400
+        other = torch.tensor(2.0)
+        other.add_(torch.zeros(2).sum())
+        with pytest.raises(DataDependentOutputException):
+            other.item()
+        with pytest.raises(DataDependentOutputException):
+            many.sum().item()

@@ -104,13 +104,21 @@ def app_of(serving: Serving) -> FastAPI:
 
 
 def _document(app: FastAPI) -> None:
-    """What is wrong with a body is answered with 400, so no 422 is in the document."""
-    document = app.openapi()
-    for path in document["paths"].values():
-        for operation in path.values():
-            operation["responses"].pop("422", None)
-    for unused in ("HTTPValidationError", "ValidationError"):
-        document["components"]["schemas"].pop(unused, None)
+    """What is wrong with a body is answered with 400, so no 422 is in the document. It is written
+    when it is first asked for."""
+    written = app.openapi
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            found = written()
+            for path in found["paths"].values():
+                for operation in path.values():
+                    operation["responses"].pop("422", None)
+            for unused in ("HTTPValidationError", "ValidationError"):
+                found["components"]["schemas"].pop(unused, None)
+        return written()
+
+    app.openapi = document  # type: ignore[method-assign]
 
 
 def _errors(app: FastAPI, serving: Serving) -> None:
