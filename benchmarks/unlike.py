@@ -1,11 +1,11 @@
 """Two unlike workers: a step's rows shared by speed against equal shares, and the forecast of both.
 
 One worker has a core (or a part of it, --core), the other is held to half of that by a control
-group (version 1, as root). A core is probed, and declared at the rates that each is held to: a
-probe takes the best of short runs, of which a quota stops none. `outsize plan --hardware` finds the
-shares, and `outsize train --plan` runs them and equal ones in turn. The exit code is 1 where
-something is missed: 1.25 times over equal shares, 10% of the forecast, losses that agree. That
-shares are exact is for `outsize verify` to say (tests/runtime/test_row_shares.py).
+group (version 1, as root). A core is probed, and declared at the rates that each is held to, so
+that both files are of one measurement. `outsize plan --hardware` finds the shares, and
+`outsize train --plan` runs them and equal ones in turn. The exit code is 1 where something is
+missed: 1.25 times over equal shares, 10% of the forecast, losses that agree. That shares are exact
+is for `outsize verify` to say (tests/runtime/test_row_shares.py).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from outsize.hardware.measure import Timer
 
 LAYERS, TOKENS, WIDTH = 16, 8, 16
-BLOCKS, HEADS = 4, 2
+BLOCKS, HEADS = 1, 2  # a block is a stage, whose backward pass begins by itself
 _FREE = ("empty", "_unsafe_view", "detach")  # names of what starts no work, beside views
 
 
