@@ -67,6 +67,10 @@ def load(
     directories of some, and what each counts; the weights take up what they change. OutsizeError
     as of outsize.checkpoint.hub.load, and for an adapter whose tensors are another's."""
     directory, config = Path(path), config or read_config(path)
+    if adapters or config.adapter is not None:  # which may compute what it has of a weight
+        from outsize.torch_later import come
+
+        come()
     if adapters:
         model = load(directory, dtype, device, config)
         combine(merge(model), adapters)

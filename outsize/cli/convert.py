@@ -10,10 +10,10 @@ from pathlib import Path
 
 import click
 
-from outsize.cli.command import Light
+from outsize.cli.command import Command
 
 
-@click.command(cls=Light)
+@click.command(cls=Command)
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--ladder", metavar="LAYER", type=click.IntRange(0), help="A ladder from LAYER on.")
 @click.option("--kraken", metavar="WAYS", type=click.IntRange(2), help="So many ways a layer.")

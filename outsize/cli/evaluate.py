@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outsize.cli.command import Light, adapted, adapters_of
+from outsize.cli.command import Command, adapted, adapters_of
 
 if TYPE_CHECKING:
     from outsize.data import Source, Tokenizer
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SEQUENCE = 1024  # tokens that are read at once, where the model has as many positions
 
 
-@click.command("eval", cls=Light)
+@click.command("eval", cls=Command)
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--on", "files", multiple=True, required=True, metavar="FILE", help="Repeatable.")
 @click.option(

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from outsize.cli.command import Light
+from outsize.cli.command import Command
 
 
-@click.command(cls=Light)
+@click.command(cls=Command)
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--on", "paths", multiple=True, help="Files, half of which is held out; else stdlib.")
 @click.option(

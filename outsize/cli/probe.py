@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outsize.cli.command import Light
+from outsize.cli.command import Command
 from outsize.errors import OutsizeError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from outsize.launch import Mailbox
 
 
-@click.command(cls=Light)
+@click.command(cls=Command)
 @click.option(
     "--out",
     metavar="FILE",

@@ -92,6 +92,10 @@ def plain(
     blocks_NB: Tensor, scales_N1: Tensor, table: Tensor | None, order: Order, head: int
 ) -> Tensor:
     """The twin of outsize_decode, in float32."""
+    if blocks_NB.is_meta:  # for its shape
+        from outsize.torch_later import come
+
+        come()
     codes = blocks_NB[:, head:]
     if order == "bytes":
         return codes.contiguous().view(torch.int8).to(torch.float32).mul_(scales_N1)
