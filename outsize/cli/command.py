@@ -42,11 +42,15 @@ class Command(click.Command):
             raise OutsizeError(text) from error
 
 
+_COMPUTED = ("adapters", "weights", "memory", "mesh", "workers")  # on shapes, some of their forms
+
+
 class Light(Command):
     """Of a model that is there: no plan is made of it, so PyTorch comes without what plans need."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        put_off()
+        if not any(ctx.params.get(one) for one in _COMPUTED):
+            put_off()
         return super().invoke(ctx)
 
 
