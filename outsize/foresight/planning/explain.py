@@ -199,11 +199,11 @@ def figures(shape: Shape, cluster: Cluster, best: Planned) -> Iterator[Figure]:
     yield from _factors(shape, cluster, best)
     kept = best.memory.kept
     for name, value in (
-        ("libraries", f"{kept.libraries / GIB:.2f} GiB"),
-        ("a communicator", f"{kept.communicator / GIB:.2f} GiB"),
-        ("fragmentation", f"{kept.fragments:.1%} of tensors"),
+        ("reserve: context", f"{kept.libraries / GIB:.2f} GiB"),
+        ("reserve: a communicator", f"{kept.communicator / GIB:.2f} GiB"),
+        ("reserve: fragmentation", f"{kept.fragments:.1%} of tensors"),
     ):
-        yield Figure(f"reserve: {name}", value, kept.source)
+        yield Figure(name, value, kept.source)
     off = best.high / best.seconds
     said = "errors of held-out publications, nine tenths of them (docs/accuracy.md)"
     yield Figure("interval of every time", f"x {1 / off:.2f} to {off:.2f}", said)
