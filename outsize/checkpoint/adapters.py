@@ -29,6 +29,7 @@ from outsize.models.decoder import Block, Decoder, Prologue
 from outsize.models.linear import Linear
 from outsize.models.mlp import MLP
 from outsize.models.names import BESIDE, Stored, adapter_layout
+from outsize.torch_later import come
 
 if TYPE_CHECKING:
     from outsize.models.adapter import Adapter, Beside, Naming
@@ -68,12 +69,9 @@ def load(
     as of outsize.checkpoint.hub.load, and for an adapter whose tensors are another's."""
     directory, config = Path(path), config or read_config(path)
     if adapters or config.adapter is not None or config.coding is not None:  # computed on shapes
-        from outsize.torch_later import come
-
         come()
     if adapters:
-        model = load(directory, dtype, device, config)
-        combine(merge(model), adapters)
+        combine(merge(model := load(directory, dtype, device, config)), adapters)
         return model
     if config.adapter is None:
         return hub.load(directory, dtype, device, config=config)
@@ -92,8 +90,7 @@ def load(
 
     for segment, _ in segments(found.model):
         materialise(found.model, segment, fill)
-    tokens = found.model.prologue.tokens
-    hub.check_tied_head(found.shards, config, lambda: tokens.weight)
+    hub.check_tied_head(found.shards, config, lambda: found.model.prologue.tokens.weight)
     found.model.origin = directory if (directory / hub.CONFIG).is_file() else base
     return found.model
 
