@@ -172,12 +172,17 @@ class _Compiler:
         return getattr(importlib.import_module("torch._dynamo"), name)
 
 
+def meta_kernels() -> None:
+    """Have PyTorch compute with tensors that have no memory, where it was imported without."""
+    importlib.import_module("outsize.torch_later").come()
+
+
 @cache
 def leave_compiler_out() -> None:
     """Let fake tensors do without torch.compile, whose import takes more than a second: they read
     its settings, and many operators of theirs are decorated to be let alone by it. It is imported
     when anything else of it is asked for, with these very settings, and then lets them alone."""
-    importlib.import_module("outsize.torch_later").come()
+    meta_kernels()
     name = "torch._dynamo"
     if name in sys.modules:
         return

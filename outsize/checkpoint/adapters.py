@@ -29,7 +29,7 @@ from outsize.models.decoder import Block, Decoder, Prologue
 from outsize.models.linear import Linear
 from outsize.models.mlp import MLP
 from outsize.models.names import BESIDE, Stored, adapter_layout
-from outsize.torch_later import come
+from outsize.torch_private import meta_kernels
 
 if TYPE_CHECKING:
     from outsize.models.adapter import Adapter, Beside, Naming
@@ -69,7 +69,7 @@ def load(
     as of outsize.checkpoint.hub.load, and for an adapter whose tensors are another's."""
     directory, config = Path(path), config or read_config(path)
     if adapters or config.adapter is not None or config.coding is not None:  # computed on shapes
-        come()
+        meta_kernels()
     if adapters:
         combine(merge(model := load(directory, dtype, device, config)), adapters)
         return model

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outsize.kernels import native
 from outsize.kernels.rows import ROUNDINGS, Matrix, Rounding, matrix
+from outsize.torch_private import meta_kernels
 
 # "bytes": signed codes of 8 bits; of 4 bits "halves": the first half of a group in the lower bits,
 # "pairs": neighbours in a byte, the first in its upper bits.
@@ -93,9 +94,7 @@ def plain(
 ) -> Tensor:
     """The twin of outsize_decode, in float32."""
     if blocks_NB.is_meta:  # for its shape
-        from outsize.torch_later import come
-
-        come()
+        meta_kernels()
     codes = blocks_NB[:, head:]
     if order == "bytes":
         return codes.contiguous().view(torch.int8).to(torch.float32).mul_(scales_N1)

@@ -21,7 +21,7 @@ from outsize.kernels import attention as kernel
 from outsize.kernels import rows
 from outsize.models.config import DecoderConfig, LayerFacts, Rope
 from outsize.models.declared import INSIDE, Lies, Unit
-from outsize.models.flash import flash, together
+from outsize.models.flash import flash
 from outsize.models.layout import chunks, clip, past, stretches, visible
 from outsize.models.linear import Linear, dense
 from outsize.models.norm import Norm, upcast
@@ -243,10 +243,6 @@ class LocalAttend:
             return flash(q_THK, k_TGK, v_TGW, bounds, spec.scale, spec.window)
         if cpu and kernel.fits(q_THK, k_TGK, v_TGW):
             return _behind(q_THK, k_TGK, v_TGW, bounds, spec)
-        few = together(bounds, spec.window, q_THK.device) if cpu and queries == keys else None
-        if few is not None:
-            q, k, v = (few.queries(x, x.shape[2]) for x in (q_THK, k_TGK, v_TGW))
-            return few.tokens(attend(q, k, v, spec))
         start, outputs = spec.first_query, []
         for here, there, documents in stretches(bounds, start, start + queries):
             cut = (q_THK[here], k_TGK[there], v_TGW[there])
