@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache
@@ -177,11 +178,19 @@ def meta_kernels() -> None:
     importlib.import_module("outsize.torch_later").come()
 
 
-@cache
 def leave_compiler_out() -> None:
     """Let fake tensors do without torch.compile, whose import takes more than a second: they read
     its settings, and many operators of theirs are decorated to be let alone by it. It is imported
     when anything else of it is asked for, with these very settings, and then lets them alone."""
+    with _LEAVING:  # another thread would find half of the settings
+        _leave_compiler_out()
+
+
+_LEAVING = threading.RLock()
+
+
+@cache
+def _leave_compiler_out() -> None:
     meta_kernels()
     name = "torch._dynamo"
     if name in sys.modules:
