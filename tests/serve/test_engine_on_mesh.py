@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -151,6 +152,7 @@ def test_each_worker_holds_what_was_foretold(
 ) -> None:
     """And of weights that stay in files no more than its budget, with the same texts."""
     mesh, memory = case
+    counting = Barrier(parse_mesh(mesh).size)  # before the first of them is asked for anything
 
     def work(world: World) -> tuple[Any, ...]:
         limits = None if memory is None else Limits(memory, tmp_path)
@@ -160,6 +162,7 @@ def test_each_worker_holds_what_was_foretold(
             plan.session.count(home.buffers)  # and goes on counting
             plan.session.forget = lambda: None
             plan.session.seconds = defaultdict(Unkept)
+            counting.wait()
             found = one.generate(PROMPTS, 9) if one.leads else []
             if not one.leads:
                 with pytest.raises(OutsizeError, match="this worker follows rank"):
