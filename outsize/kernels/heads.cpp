@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <vector>
 
 #include "codes.h"
@@ -21,14 +20,6 @@ namespace {
 using namespace outsize;
 
 constexpr int TOKENS = 4, ACROSS = LANES == 16 ? 4 : 2;  // of a block in registers; vectors
-
-inline vec read(const float* x) { return load(x); }
-inline vec read(const bfloat16* x) {
-    typedef std::uint16_t halves __attribute__((vector_size(LANES * 2)));
-    halves bits;
-    std::memcpy(&bits, x, sizeof bits);
-    return vec(__builtin_convertvector(bits, ints) << 16);
-}
 
 // ROWS tokens by WIDE vectors of outputs: y[t][o] = sum over i, in its order, of x[t][i] w[i][o].
 // row: numbers from w[i] to w[i + 1].

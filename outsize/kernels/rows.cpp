@@ -34,14 +34,6 @@ constexpr int64_t SOME = 512;              // tokens of which x is made wide at 
 constexpr int64_t MANY = 12;               // tokens for which weights are made wide beforehand
 constexpr int64_t LOTS = 48;               // the same of codes
 
-inline vec read(const float* x) { return load(x); }
-inline vec read(const bfloat16* x) {
-    typedef std::uint16_t halves __attribute__((vector_size(LANES * 2)));
-    halves bits;
-    std::memcpy(&bits, x, sizeof bits);
-    return vec(__builtin_convertvector(bits, ints) << 16);
-}
-
 // A compiler would load it anew for every use, and loads would be what a product waits for.
 inline void registered(vec& x) {
 #if defined(__x86_64__)

@@ -50,6 +50,13 @@ inline vec load(const float* x) {
     return y;
 }
 inline void store(float* x, vec y) { std::memcpy(x, &y, sizeof y); }
+inline vec read(const float* x) { return load(x); }
+inline vec read(const bfloat16* x) {
+    typedef std::uint16_t halves __attribute__((vector_size(LANES * 2)));
+    halves bits;
+    std::memcpy(&bits, x, sizeof bits);
+    return vec(__builtin_convertvector(bits, ints) << 16);
+}
 inline vec all(float x) { return x - vec{}; }
 
 // sum + a b rounded once. Said to the processor: a compiler may fuse the two in one loop and not in
