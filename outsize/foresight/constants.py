@@ -51,6 +51,9 @@ PRIORS: Mapping[str, tuple[str, str, float, float]] = {
     "flash1": ("attention", "flash1", 1.0, 0.2),
     "scores": ("scores", "", 1.1, 0.2),
     "scores plain": ("scores", "plain", 1.0, 0.3),
+    # Mamba-2's kernels in Triton: the mixer of mamba2-2.7b takes 3.7 ms of an MI300X forward and
+    # back (4,096 tokens; ROCm/triton, issue 777), half of it beside products: 4 times its bytes.
+    "scan": ("scan", "", 4.0, 0.3),
     "traffic": ("traffic", "", 1.2, 0.2),
     "traffic of chains": ("traffic", "chains", 1.2, 0.25),
     "adding": ("adding", "", 1.1, 0.2),

@@ -40,6 +40,8 @@ def megatron_core(shape: Shape, tokens: float, sequence: int, again: bool) -> fl
 
 def causal(shape: Shape, tokens: float, sequence: int, again: bool) -> float:
     """The same with half of the scores (Megatron-LM since 2024)."""
+    if shape.pattern:
+        return 3 * tokens * _mixed(shape, sequence)
     return 3 * tokens * (_layers(shape) + shape.scores(sequence) / 2)
 
 
@@ -61,10 +63,29 @@ COUNTS: Mapping[str, Count] = MappingProxyType({
 def _layers(shape: Shape) -> float:
     """Operations of a token in products of layers and of the output, forward."""
     heads = 1 + shape.predicted
-    more = shape.predicted / shape.layers * shape.working
+    more = shape.parts.further / shape.layers * shape.working
     return 2.0 * (shape.working + more + heads * shape.of_vocabulary)
+
+
+def _mixed(shape: Shape, sequence: int) -> float:
+    """Operations of a token, forward, where layers have one part each (Megatron-Bridge's
+    hybrid_flops): routers left out, and recurrent states of values that are 2 H wide whatever their
+    heads are; further layers are attention and experts."""
+    h, r = shape.hidden, shape.recurrent
+    scan = 0.0
+    if r is not None:
+        wide = 2 * h * (3 * 2 * h + 2 * r.groups * r.state + r.heads)
+        scan = wide + 7.0 * 2 * h * r.state
+    attention = 2.0 * shape.of_attention + shape.scores(sequence) / 2 / max(
+        1, shape.parts.attending
+    )
+    routed = shape.active * shape.of_expert + shape.of_shared - h * shape.experts
+    found = shape.parts.recurring * scan + shape.parts.plain * 2.0 * shape.of_dense
+    found += (shape.parts.attending + shape.predicted) * attention
+    found += (shape.parts.routed + shape.predicted) * 2.0 * routed
+    return found + 2.0 * (1 + shape.predicted) * shape.of_vocabulary
 
 
 def _idle(shape: Shape) -> int:
     """Parameters of experts that a token does not meet."""
-    return shape.routed * (shape.experts - shape.active) * shape.of_expert
+    return shape.parts.routed * (shape.experts - shape.active) * shape.of_expert

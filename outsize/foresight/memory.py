@@ -150,11 +150,11 @@ def _parameters(shape: Shape, lay: Layout, place: int) -> tuple[float, float]:
     last = place == lay.pipeline - 1
     part = (behind if last else most) / most
     ends = shape.of_vocabulary / (lay.tensor if lay.stack.vocabulary_cut else 1)
-    if shape.routed:  # dense layers come first
-        average = shape.routed / shape.layers
+    if shape.parts.routed:  # dense layers come first
+        average = shape.parts.routed / shape.layers
         mine = max(0.0, most - shape.dense) / most if place == 0 else 1.0
         if last:
-            mine = min(1.0, shape.routed / behind)
+            mine = min(1.0, shape.parts.routed / behind)
         experts *= mine / average
     kept = ends if place == 0 or last or lay.vocabulary == "cut" else 0.0
     return (plain - ends) * part + kept, experts * part
@@ -210,21 +210,25 @@ def _per_layer(shape: Shape, lay: Layout, recompute: str) -> float:
     stream = 8.0 + (2.0 if shape.dropout else 0.0)
     if chains and not lay.stack.norms:
         stream += CHAIN
-    kept = tokens * h * stream / spread
+    kept = tokens * h * stream / spread * shape.parts.halves
     keys, values = shape.widths
-    heads = 2.0 * tokens / t
-    kept += heads * (shape.heads * (keys + values) + shape.n_groups * (keys + values))
-    if chains:
-        kept += heads * (shape.heads + shape.n_groups) * keys  # before they were rotated
+    heads, attending = 2.0 * tokens / t, shape.parts.attending / shape.layers
+    kept += attending * heads * (shape.heads + shape.n_groups) * (keys + values)
+    if chains:  # before they were rotated
+        kept += attending * heads * (shape.heads + shape.n_groups) * keys
     if lay.attention not in KERNELS and recompute != "attention":
         score = 5.0 if shape.dropout else 4.0
-        kept += score * lay.rows * shape.heads / t * lay.sequence**2
-    dense = 1 - shape.routed / shape.layers
-    inner = dense * shape.d_inner + shape.routed / shape.layers * shape.shared
+        kept += attending * score * lay.rows * shape.heads / t * lay.sequence**2
+    if shape.recurrent is not None:  # in and out of its convolution, and its gate; the result
+        channels = 2 * shape.recurrent.mixed + 3 * shape.recurrent.inner
+        kept += shape.parts.recurring / shape.layers * 2.0 * tokens / t * channels
+    dense = shape.parts.plain / shape.layers
+    inner = dense * shape.d_inner + shape.parts.routed / shape.layers * shape.shared
     kept += tokens / t * inner * (6.0 if shape.gated else 4.0)
-    if shape.routed:
-        sent = tokens / t * shape.active * shape.routed / shape.layers
-        kept += sent * (4.0 * h + shape.expert_inner * (6.0 if shape.gated else 4.0))
+    if shape.parts.routed:
+        sent = tokens / t * shape.active * shape.parts.routed / shape.layers
+        hidden = shape.expert_hidden or h
+        kept += sent * (4.0 * hidden + shape.expert_inner * (6.0 if shape.gated else 4.0))
     return kept * stored(lay) / 2 * {"half": 0.5, "norms": 0.75}.get(recompute, 1.0)
 
 

@@ -12,7 +12,7 @@ import yaml
 
 from outsize.errors import OutsizeError, nearest
 from outsize.foresight.runs import data
-from outsize.foresight.shape import Latent, Shape, read_shape
+from outsize.foresight.shape import PARTS, Latent, Recurrent, Shape, read_shape
 from outsize.models.presets import PRESETS
 from outsize.texts import read_text
 
@@ -21,6 +21,7 @@ GATED = (
     "gemma3_text", "phi3", "deepseek_v2", "deepseek_v3", "kimi_k2", "gpt_oss", "olmo2", "glm4",
 )  # fmt: skip
 PLAIN = ("gpt2", "gpt_neox", "opt", "bloom", "mpt", "falcon", "phi", "starcoder2", "gpt_bigcode")
+MIXED = ("nemotron_h",)  # layers of one part each, some with recurrent states
 # Names of one thing in config.json files of different families.
 NAMES: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -35,6 +36,14 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "expert_inner": ("moe_intermediate_size",),
     "dense": ("first_k_dense_replace",),
 }
+STATES: Mapping[str, tuple[str, ...]] = {
+    "state_heads": ("mamba_num_heads",),
+    "state_head": ("mamba_head_dim",),
+    "state": ("ssm_state_size",),
+    "state_groups": ("n_groups",),
+    "expert_hidden": ("moe_latent_size",),
+}
+WORDS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
 
 
 @cache
@@ -63,8 +72,9 @@ def shape_of(name: str) -> Shape:
 def from_config(values: Mapping[str, Any], what: str) -> Shape:
     """A shape from the values of a config.json."""
     kind = str(values.get("model_type", ""))
-    if kind not in (*GATED, *PLAIN):
-        raise OutsizeError(f"{what}: model_type {kind!r} is unknown{nearest(kind, GATED + PLAIN)}")
+    known = (*GATED, *PLAIN, *MIXED)
+    if kind not in known:
+        raise OutsizeError(f"{what}: model_type {kind!r} is unknown{nearest(kind, known)}")
     found = {key: value for key in NAMES if (value := _value(values, key, what)) is not None}
     for key in ("layers", "hidden", "heads", "vocab"):
         if key not in found:
@@ -74,16 +84,48 @@ def from_config(values: Mapping[str, Any], what: str) -> Shape:
     if "experts" in made and "expert_inner" not in made:
         made["expert_inner"] = made.get("inner", 0)
     shared = int(values.get("n_shared_experts") or 0) * int(made.get("expert_inner", 0))
-    shared = int(values.get("shared_expert_intermediate_size") or shared)
+    shared = int(
+        values.get("shared_expert_intermediate_size")
+        or values.get("moe_shared_expert_intermediate_size")
+        or shared
+    )
     made["shared"] = shared
     if values.get("kv_lora_rank"):
         names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
         made["latent"] = Latent(*(int(values.get(n) or 0) for n in (*names, "v_head_dim")))
-    return Shape(**made)
+    return Shape(**{**made, **(_mixed(values, what) if kind in MIXED else {})})
+
+
+def _mixed(values: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """What a model with recurrent states has besides: its pattern as a string, or as a list of
+    words."""
+    pattern = values.get("hybrid_override_pattern")
+    if pattern is None:
+        words = values.get("layers_block_type")
+        if not isinstance(words, list) or not all(word in WORDS for word in words):
+            raise OutsizeError(
+                f"{what}: 'hybrid_override_pattern' is missing; expected a letter of "
+                f"{''.join(PARTS)} for each layer"
+            )
+        pattern = "".join(WORDS[word] for word in words)
+    sizes = [
+        _value(values, key, what) for key in ("state_heads", "state_head", "state", "state_groups")
+    ]
+    if None in sizes and "M" in str(pattern):
+        raise OutsizeError(
+            f"{what}: a layer with a recurrent state needs "
+            "mamba_num_heads, mamba_head_dim, ssm_state_size and n_groups"
+        )
+    said = [size or 0 for size in sizes]
+    return {
+        "pattern": str(pattern),
+        "recurrent": Recurrent(*said) if "M" in str(pattern) else None,
+        "expert_hidden": _value(values, "expert_hidden", what) or 0,
+    }
 
 
 def _value(values: Mapping[str, Any], key: str, what: str) -> int | None:
-    for name in NAMES[key]:
+    for name in {**NAMES, **STATES}[key]:
         value = values.get(name)
         if value is None:
             continue

@@ -5,7 +5,7 @@ T tokens, H hidden size, V vocabulary. Operations count a multiply and an add ap
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -28,9 +28,40 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Recurrent:
+    """A layer that keeps a state in the place of keys and values (Dao and Gu, "Transformers are
+    SSMs", 2024): its heads and their size, numbers of a state, groups of heads that write and read
+    it alike."""
+
+    heads: int
+    head: int
+    state: int
+    groups: int = 1
+
+    @property
+    def inner(self) -> int:
+        """Size of its values."""
+        return self.heads * self.head
+
+    def matrices(self, hidden: int) -> tuple[tuple[int, int, bool], ...]:
+        """Values, gates, what writes and reads the state and steps of time; and back."""
+        return ((hidden, self.inner + self.mixed + self.heads, True), (self.inner, hidden, True))
+
+    @property
+    def mixed(self) -> int:
+        """Channels of its convolution: values, and what writes and reads the state."""
+        return self.inner + 2 * self.groups * self.state
+
+
+# Parts that a layer of a pattern is, in Megatron-LM's letters.
+PARTS = {"M": "a recurrent state", "*": "attention", "-": "a dense MLP", "E": "experts"}
+
+
+@dataclass(frozen=True)
 class Shape:
     """A decoder. inner: of a dense MLP; gated: three matrices instead of two. experts: of each
-    layer behind the first `dense` ones; shared: inner size of what every token passes there."""
+    layer behind the first `dense` ones; shared: inner size of what every token passes there.
+    Layers have attention and an MLP each, unless a pattern says which one part each of them is."""
 
     layers: int
     hidden: int
@@ -44,13 +75,16 @@ class Shape:
     experts: int = 0
     active: int = 0
     expert_inner: int = 0
+    expert_hidden: int = 0  # what experts take and give; H where it is 0
     shared: int = 0
     dense: int = 0
     latent: Latent | None = None
     window: int = 0  # tokens that every second layer sees, 0: all
     dropout: bool = False
     positions: int = 0  # learnt ones
-    predicted: int = 0  # further layers that predict later tokens
+    predicted: int = 0  # further layers that predict later tokens; with a pattern, pairs of them
+    pattern: str = ""  # a letter of PARTS for each layer
+    recurrent: Recurrent | None = None
 
     def __post_init__(self) -> None:
         for name in FIELDS:
@@ -58,6 +92,8 @@ class Shape:
                 raise OutsizeError(f"model: {name} is {getattr(self, name)}; expected 1 or more")
         if self.experts and not 0 < self.active <= self.experts:
             raise OutsizeError(f"model: {self.active} of {self.experts} experts; expected some")
+        if self.pattern:
+            _check_pattern(self)
 
     @cached_property
     def d_inner(self) -> int:
@@ -71,10 +107,10 @@ class Shape:
     def n_groups(self) -> int:
         return self.groups or self.heads
 
-    @property
-    def routed(self) -> int:
-        """Layers with experts."""
-        return self.layers - self.dense if self.experts else 0
+    @cached_property
+    def parts(self) -> Parts:
+        """What its layers are made of."""
+        return parts(self)
 
     @cached_property
     def attention(self) -> tuple[tuple[int, int, bool], ...]:
@@ -101,33 +137,45 @@ class Shape:
             return self.d_head, self.d_head
         return self.latent.plain + self.latent.rotary, self.latent.head
 
-    def mlp(self, inner: int) -> tuple[tuple[int, int, bool], ...]:
-        """Matrices of an MLP of this inner size."""
-        up = 2 * inner if self.gated else inner
-        return ((self.hidden, up, True), (inner, self.hidden, True))
+    def mlp(self, inner: int, hidden: int = 0) -> tuple[tuple[int, int, bool], ...]:
+        """Matrices of an MLP of this inner size, into and out of H or what is said."""
+        up, hidden = 2 * inner if self.gated else inner, hidden or self.hidden
+        return ((hidden, up, True), (inner, hidden, True))
+
+    @property
+    def around(self) -> tuple[tuple[int, int, bool], ...]:
+        """Matrices before and behind experts that take less than H (Elango et al., "LatentMoE",
+        2026): a token passes them once."""
+        less = self.expert_hidden
+        return ((self.hidden, less, False), (less, self.hidden, False)) if less else ()
 
     # -- parameters --------------------------------------------------------------------------------
 
     @cached_property
     def of_attention(self) -> int:
-        """Parameters of a layer's attention and norms."""
-        return sum(i * o for i, o, _ in self.attention) + 2 * self.hidden
+        """Parameters of a layer's attention."""
+        return _sizes(self.attention)
+
+    @cached_property
+    def of_norms(self) -> int:
+        """Parameters of a layer's norms."""
+        return int(2 * self.hidden * self.parts.halves)
 
     @cached_property
     def of_dense(self) -> int:
         """Parameters of a dense MLP."""
-        return sum(i * o for i, o, _ in self.mlp(self.d_inner))
+        return _sizes(self.mlp(self.d_inner))
 
     @cached_property
     def of_expert(self) -> int:
         """Parameters of one expert."""
-        return sum(i * o for i, o, _ in self.mlp(self.expert_inner))
+        return _sizes(self.mlp(self.expert_inner, self.expert_hidden))
 
     @cached_property
     def of_shared(self) -> int:
-        """Parameters of the router and of shared experts of a layer."""
-        shared = sum(i * o for i, o, _ in self.mlp(self.shared)) if self.shared else 0
-        return shared + self.hidden * self.experts
+        """Parameters of the router and of what every token passes beside experts of a layer."""
+        shared = _sizes(self.mlp(self.shared)) if self.shared else 0
+        return shared + _sizes(self.around) + self.hidden * self.experts
 
     @property
     def of_vocabulary(self) -> int:
@@ -135,19 +183,26 @@ class Shape:
         return self.vocab * self.hidden
 
     @cached_property
+    def of_mixers(self) -> int:
+        """Parameters of all layers' attention and recurrences."""
+        recurrent = self.recurrent and _sizes(self.recurrent.matrices(self.hidden))
+        return self.parts.attending * self.of_attention + self.parts.recurring * (recurrent or 0)
+
+    @cached_property
     def parameters(self) -> int:
         """All of them."""
-        dense = (self.layers - self.routed) * self.of_dense
-        routed = self.routed * (self.experts * self.of_expert + self.of_shared)
+        routed = self.parts.routed * (self.experts * self.of_expert + self.of_shared)
+        layers = (
+            self.of_mixers + self.parts.plain * self.of_dense + routed + self.layers * self.of_norms
+        )
         ends = self.of_vocabulary * (1 if self.tied else 2) + self.positions * self.hidden
-        return self.layers * self.of_attention + dense + routed + ends + self.hidden
+        return layers + ends + self.hidden
 
     @cached_property
     def working(self) -> int:
         """Parameters of layers that a token meets, norms and embeddings aside."""
-        attention = self.layers * (self.of_attention - 2 * self.hidden)
-        dense = (self.layers - self.routed) * self.of_dense
-        return attention + dense + self.routed * (self.active * self.of_expert + self.of_shared)
+        routed = self.parts.routed * (self.active * self.of_expert + self.of_shared)
+        return self.of_mixers + self.parts.plain * self.of_dense + routed
 
     # -- operations --------------------------------------------------------------------------------
 
@@ -156,7 +211,46 @@ class Shape:
         of all layers."""
         keys, values = self.widths
         seen = sequence if not self.window else (sequence + min(self.window, sequence)) / 2
-        return 2.0 * self.layers * self.heads * (keys + values) * seen
+        return 2.0 * self.parts.attending * self.heads * (keys + values) * seen
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Layers with attention, with a recurrent state, with a dense MLP and with experts. halves:
+    parts of a layer over the two (attention and MLP) of most models, each with a norm and a sum
+    into the stream; further: layers beyond, that predict later tokens."""
+
+    attending: int
+    recurring: int
+    plain: int
+    routed: int
+    halves: float
+    further: int
+
+
+def parts(shape: Shape) -> Parts:
+    """By its pattern, or attention and an MLP in each layer."""
+    if shape.pattern:
+        counts = [shape.pattern.count(letter) for letter in PARTS]
+        return Parts(counts[1], counts[0], counts[2], counts[3], 0.5, 2 * shape.predicted)
+    routed = shape.layers - shape.dense if shape.experts else 0
+    return Parts(shape.layers, 0, shape.layers - routed, routed, 1.0, shape.predicted)
+
+
+def _check_pattern(shape: Shape) -> None:
+    if len(shape.pattern) != shape.layers:
+        raise OutsizeError(
+            f"model: a pattern of {len(shape.pattern)} letters for {shape.layers} layers; "
+            "expected a letter each"
+        )
+    for letter in sorted(set(shape.pattern) - set(PARTS)):
+        raise OutsizeError(
+            f"model: pattern: {letter!r} is no part of a layer; "
+            f"expected {', '.join(f'{key} ({what})' for key, what in PARTS.items())}"
+        )
+    for letter, lacks in (("M", shape.recurrent is None), ("E", not shape.experts)):
+        if letter in shape.pattern and lacks:
+            raise OutsizeError(f"model: pattern: {letter!r} without {PARTS[letter]} given")
 
 
 def read_shape(values: Mapping[str, Any], what: str) -> Shape:
@@ -165,6 +259,12 @@ def read_shape(values: Mapping[str, Any], what: str) -> Shape:
     for key in values:
         if key not in known:
             raise OutsizeError(f"{what}: {key!r} is unknown{nearest(key, known)}")
-    latent = values.get("latent")
-    made = {**values, "latent": None if latent is None else Latent(**latent)}
+    made = dict(values)
+    for key, kind in (("latent", Latent), ("recurrent", Recurrent)):
+        if made.get(key) is not None:
+            made[key] = kind(**made[key])
     return Shape(**made)
+
+
+def _sizes(matrices: Iterable[tuple[int, int, bool]]) -> int:
+    return sum(inner * out for inner, out, _ in matrices)

@@ -27,7 +27,7 @@ from outsize.foresight.work import Lanes, Work, add, lanes
 from outsize.hardware.cluster import Cluster
 from outsize.hardware.talking import norm
 
-COMPUTING = ("matmul", "narrow", "attention", "scores", "traffic", "cast", "adding")
+COMPUTING = ("matmul", "narrow", "attention", "scores", "scan", "traffic", "cast", "adding")
 SAYING = ("tensor", "exchange")
 LANES = (*COMPUTING, "launch", *SAYING, "ring", "stages", "gathers", "moved", "waited", "blocked",
          "called")  # fmt: skip
@@ -97,7 +97,7 @@ def _window(layout: Layout) -> float:
 def _stages(work: Work) -> tuple[Lanes, Lanes, float]:
     """Lanes of a microbatch on a stage in the middle, and on the last; what Terms call spare."""
     shape, p = work.shape, work.layout.pipeline
-    layers = shape.layers + shape.predicted
+    layers = shape.layers + shape.parts.further
     middle, last = lanes(), lanes()
     most, behind = layers_of(layers, p)
     how = work.layout.vocabulary
@@ -171,10 +171,10 @@ def held(shape: Shape, layout: Layout, ends: bool = True) -> tuple[float, float]
     with a vocabulary, which a stage in the middle has not unless it is cut over all."""
     t, p = layout.tensor, layout.pipeline
     layers, _ = layers_of(shape.layers, p)
-    each = shape.of_attention - 2 * shape.hidden
-    dense = (shape.layers - shape.routed) / shape.layers * shape.of_dense
-    routed = shape.routed / shape.layers
-    plain = layers * ((each + dense + routed * shape.of_shared) / t + 2 * shape.hidden)
+    dense = shape.parts.plain * shape.of_dense
+    routed = shape.parts.routed / shape.layers
+    each = (shape.of_mixers + dense) / shape.layers + routed * shape.of_shared
+    plain = layers * (each / t + shape.of_norms)
     vocab = shape.of_vocabulary / (t if layout.stack.vocabulary_cut else 1)
     if layout.vocabulary == "cut":
         plain += vocab / p * (1 if shape.tied else 2)

@@ -43,6 +43,10 @@ OWN = (
 )
 OF_EXPERT = 3  # of each expert that is here: two products, a gate; as many again that cast for them
 MOVED = 8.0  # halves of H of a token and expert: sorted, gathered, weighted, summed
+# A recurrent state (the kernels of Dao and Gu's Mamba-2): tokens of a piece; halves of its inner
+# size beside the convolution that its kernels read and write of a token (values three times, the
+# result, the gate, the norm); of a state (float32: written, carried on, read).
+PIECE, SCANNED, CARRIED = 128, 9.0, 8.0
 PADDED = 512  # multiples of a vocabulary (Megatron-LM: 128 for each worker of the tensor axis)
 CAST = 5.0  # bytes of an element that enters a product in 8 bits or fewer: read, written twice
 
@@ -54,8 +58,8 @@ Lanes = defaultdict[str, float]
 class Work:
     """A model on the workers of a layout: seconds of the lanes of its parts, by a source's rates.
 
-    Lanes: matmul (in 16 bits or more), narrow (8 bits or fewer), attention, traffic, launch
-    (beside the device) or called (a processor's calls, by itself);
+    Lanes: matmul (in 16 bits or more), narrow (8 bits or fewer), attention, scan (recurrent
+    states), traffic, launch (beside the device) or called (a processor's calls, by itself);
     tensor, exchange: collectives of weights that are cut and of experts; ring: keys and values of
     other parts of a sequence.
     """
@@ -72,13 +76,15 @@ class Work:
     def layer(self) -> Lanes:
         """An average layer of a microbatch, forward and back, with what is computed again."""
         s, found = self.shape, lanes()
-        dense, routed = (s.layers - s.routed) / s.layers, s.routed / s.layers
-        add(found, self._attention())
-        if dense:
-            add(found, self._mlp(s.d_inner, self.layout.tokens, 1), dense)
-        if routed:
-            add(found, self._experts(), routed)
-        add(found, self._stream())
+        for count, part in (
+            (s.parts.attending, self._attention),
+            (s.parts.recurring, self._recurrence),
+            (s.parts.plain, lambda: self._mlp(s.d_inner, self.layout.tokens, 1)),
+            (s.parts.routed, self._experts),
+        ):
+            if count:
+                add(found, part(), count / s.layers)
+        add(found, self._stream(), s.parts.halves)
         return found
 
     @cached_property
@@ -134,7 +140,7 @@ class Work:
     def _scores(self) -> Lanes:
         s, lay, found = self.shape, self.layout, lanes()
         kernel = self._kernel()
-        whole = s.scores(lay.sequence) / s.layers * lay.tokens / lay.tensor
+        whole = s.scores(lay.sequence) / s.parts.attending * lay.tokens / lay.tensor
         again = lay.recompute in ("full", "attention")
         if kernel in KERNELS_FUSED:
             head = (lay.sequence, sum(s.widths) // 2)
@@ -159,12 +165,32 @@ class Work:
         found["scores"] = self.source.traffic(moved).seconds
         return found
 
+    # -- recurrent states --------------------------------------------------------------------------
+
+    def _recurrence(self) -> Lanes:
+        """Its matrices, its convolution and gate, and the state over pieces of a sequence: within
+        a piece as attention's products, from piece to piece by the state at its end."""
+        s, lay = self.shape, self.layout
+        assert s.recurrent is not None  # Shape sees to it
+        r, t = s.recurrent, lay.tensor
+        found = self._matrices(r.matrices(s.hidden), lay.tokens)
+        states = r.inner * r.state / PIECE  # numbers of a token that are written as states
+        halves = 2 * r.mixed + SCANNED * r.inner + CARRIED * states
+        found["scan"] = self._elementwise(halves / t * lay.tokens)
+        inner = max(1, r.inner // t)
+        products = ((r.groups // t or 1) * PIECE, r.state), (inner, PIECE), (inner, 2 * r.state)
+        tokens = max(1, round(lay.tokens))
+        forward = sum(self.source.product(tokens, n, k, self._wide).seconds for n, k in products)
+        # Back, two products for each, and states once more, which are not kept.
+        found["scan"] += forward * (4 + (1 if lay.recompute == "full" else 0))
+        return found
+
     # -- MLPs --------------------------------------------------------------------------------------
 
-    def _mlp(self, inner: int, tokens: float, count: float, cut: int = 0) -> Lanes:
-        """Of one inner size, for so many experts with so many tokens each."""
+    def _mlp(self, inner: int, tokens: float, count: float, cut: int = 0, hidden: int = 0) -> Lanes:
+        """Of one inner size, for so many experts with so many tokens each, of H or what is said."""
         t = cut or self.layout.tensor
-        found = self._matrices(self.shape.mlp(inner), tokens, t)
+        found = self._matrices(self.shape.mlp(inner, hidden), tokens, t)
         gate = 3.0 if self.layout.stack.fused else GATED
         halves = (gate if self.shape.gated else 2.0) * inner / t
         found["traffic"] += self._elementwise(halves * tokens)
@@ -180,17 +206,18 @@ class Work:
         if lay.tensor > 1:  # each worker sends its own part of the tokens
             tokens /= lay.tensor
         tokens = max(1, round(tokens / ALIGNED)) * ALIGNED  # they are padded
-        found = self._mlp(s.expert_inner, tokens, here, cut=1)
+        found = self._mlp(s.expert_inner, tokens, here, cut=1, hidden=s.expert_hidden)
         if s.shared:
             add(found, self._mlp(s.shared, lay.tokens, 1))
-        mine = lay.tokens / lay.tensor
-        moved = MOVED * 2 * s.hidden * mine * s.active
+        mine, hidden = lay.tokens / lay.tensor, s.expert_hidden or s.hidden
+        add(found, self._matrices(s.around, mine))
+        moved = MOVED * 2 * hidden * mine * s.active
         found["traffic"] += self._passes() * self.source.traffic(moved).seconds
         each = OF_EXPERT * (2 if lay.narrow else 1)
         self._launch(found, (ROUTED + each * here) * self._passes())
         if lay.expert > 1:
             group = self.ranks(lay.expert, lay.tensor)
-            one = exchange(mine * s.hidden * 2, s.active, group, self.machines)
+            one = exchange(mine * hidden * 2, s.active, group, self.machines)
             found["exchange"] += one * (6 if lay.recompute == "full" else 4)
         return found
 

@@ -85,15 +85,15 @@ class Served:
             self._product(tokens, *self._cut(inner, out, cut, index), self.precision)
             for index, (inner, out, cut) in enumerate(s.attention)
         )
-        dense = (s.layers - s.routed) / s.layers
+        dense = (s.layers - s.parts.routed) / s.layers
         layer = products + dense * self._mlp(tokens, s.d_inner)
-        if s.routed:
-            layer += s.routed / s.layers * self._experts(tokens)
+        if s.parts.routed:
+            layer += s.parts.routed / s.layers * self._experts(tokens)
         if self.tensor > 1:
             inner = self.machines.levels[0]
             moved = 2.0 * tokens * s.hidden * 2 / inner.bandwidth.value
             layer += 2 * (inner.latency.value + moved)
-        kernels = KERNELS + (KERNELS if s.routed else 0)
+        kernels = KERNELS + (KERNELS if s.parts.routed else 0)
         casts = CASTS if self.precision in NARROW else 0
         if self.machines.device.banks is not None:  # its commands come without a host
             return found + s.layers * layer

@@ -130,6 +130,7 @@ def _asked(row: Mapping[str, str], line: int, name: str) -> Asked:
         (device, f"device {row['gpu_type']!r} is not in the catalogue"),
         (shape, f"the shape of {row['model']!r} is not known"),
         (dtype, f"precision {row['precision']!r} is not known"),
+        (shape is None or not shape.parts.recurring, "reading recurrent states is not priced"),
     ):  # fmt: skip
         if not known:
             return replace(asked, missing=why)

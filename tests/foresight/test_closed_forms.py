@@ -15,7 +15,7 @@ from outsize.foresight.links import FLAG, HOP, exchange, ranks, seconds
 from outsize.foresight.memory import memory
 from outsize.foresight.shape import Latent, Shape
 from outsize.foresight.sources import Roofline, Table, systolic, tiled
-from outsize.foresight.step import Terms, beat, combine, layers_of, terms
+from outsize.foresight.step import LANES, Terms, beat, combine, layers_of, terms
 from outsize.foresight.work import BLOCKED, KERNELS
 from outsize.hardware import Matmul, Measured, Rate, catalogue, parse_spec
 from outsize.hardware.cluster import FAR, NEAR
@@ -147,10 +147,7 @@ def test_a_slow_last_stage_sets_the_beat() -> None:
 
 
 def _terms(middle: float, last: float, slots: int, stages: int, chunks: int) -> Terms:
-    lanes = dict.fromkeys(
-        ("narrow", "attention", "scores", "traffic", "cast", "launch", "tensor", "exchange",
-         "ring", "stages", "gathers", "moved", "waited", "blocked", "called", "adding"), 0.0,
-    )  # fmt: skip
+    lanes = dict.fromkeys(LANES, 0.0)
     of = [{**lanes, "matmul": value} for value in (middle, last)]
     return Terms(of[0], of[1], {"sums": 0.0, "update": 0.0}, slots, stages, chunks, 1, 0.0)
 

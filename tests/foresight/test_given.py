@@ -98,12 +98,19 @@ def _score(tmp_path: Path, blank: bool = False, given: int = 0) -> Any:
     return CliRunner().invoke(main, [*words, *(["--given", str(given)] if given else [])])
 
 
-def test_devices_that_nobody_else_has_are_less_off() -> None:
-    """Bridge's fp4, GB200 and the like, each release with three runs known."""
-    rows = rows_of("Megatron-Bridge")
+@pytest.mark.parametrize(("every", "left"), [(False, 0.8), (True, 0.85)])
+def test_devices_that_nobody_else_has_are_less_off(every: bool, left: float) -> None:
+    """Bridge's fp4, GB200 and the like, each release with three runs known; with recurrent models
+    as well, three have one sort more to teach."""
+    rows = [r for r in rows_of("Megatron-Bridge") if every or not recurrent(r)]
     better, _ = corrected(rows, 3)
 
     def off(some: list[Row]) -> float:
         return float(np.mean([abs(row.error or 0.0) for row in some if not row.known]))
 
-    assert off(better) < 0.8 * off(rows)
+    assert off(better) < left * off(rows)
+
+
+def recurrent(row: Row) -> bool:
+    assert row.run.shape is not None
+    return row.run.shape.parts.recurring > 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,12 @@ from click.testing import CliRunner, Result
 from outsize.cli.main import main
 from outsize.errors import OutsizeError
 from outsize.foresight import fitted as fitting
+from outsize.foresight.conventions import causal
 from outsize.foresight.measured import seconds_of
+from outsize.foresight.named import shape_of
 from outsize.foresight.runs import COLUMNS, data, read_runs, shipped
 from outsize.foresight.score import bars, rank_correlation, report
+from outsize.foresight.shape import read_shape
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
@@ -64,6 +69,75 @@ def test_conventions_give_the_step_times_that_their_papers_print() -> None:
             pairs.setdefault((run.shape, run.layout, run.device), []).append(seconds_of(run) or 0.0)
     assert len(pairs) > 50
     assert all(max(pair) == pytest.approx(min(pair), rel=3e-3) for pair in pairs.values())
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"), [("Nano", 31.6), ("Lightning", 31.6), ("Super", 120.7)]
+)
+def test_layers_of_one_part_each_do_what_their_publication_counts(
+    model: str, billions: float
+) -> None:
+    """Megatron-Bridge prints TFLOP/s and tokens/s of the same runs of Nemotron 3: their quotient is
+    its count of operations, the number of parameters is on the model's card."""
+    rates: dict[tuple[object, ...], dict[str, float]] = {}
+    counted = set()
+    for run in shipped():
+        if model not in run.model or run.layout is None or run.shape is None:
+            continue
+        assert run.shape.parameters / 1e9 == pytest.approx(billions, rel=2e-3)
+        rows = (run.table, run.device, run.layout.precision)
+        rates.setdefault(rows, {})[run.metric] = run.value or 0.0
+        counted.add(causal(run.shape, 1.0, run.layout.sequence, False))
+    found = [1e12 * r["tflops_per_gpu"] / r["tokens_per_s_per_gpu"] for r in rates.values()]
+    assert len(counted) == 1
+    assert np.median(found) == pytest.approx(counted.pop(), rel=3e-3)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_config_says_what_each_layer_is(tmp_path: Path, listed: bool) -> None:
+    expected = shape_of("nemotron-3-super-120b-a12b")
+    words = {"M": "mamba", "*": "attention", "E": "moe"}
+    pattern = (
+        {"layers_block_type": [words[letter] for letter in expected.pattern]}
+        if listed
+        else {"hybrid_override_pattern": expected.pattern}
+    )
+    values = {
+        "model_type": "nemotron_h", "num_hidden_layers": 88, "hidden_size": 4096,
+        "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 131072,
+        "intermediate_size": 2688, "mamba_num_heads": 128, "mamba_head_dim": 64,
+        "ssm_state_size": 128, "n_groups": 8, "n_routed_experts": 512, "n_shared_experts": 1,
+        "num_experts_per_tok": 22, "moe_intermediate_size": 2688, "moe_latent_size": 1024,
+        "moe_shared_expert_intermediate_size": 5376, **pattern,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values))
+    found = shape_of(str(path))
+    assert replace(found, inner=0, predicted=1) == expected
+    assert found.parameters == expected.parameters
+    path.write_text(json.dumps({k: v for k, v in values.items() if k not in pattern}))
+    with pytest.raises(OutsizeError, match="'hybrid_override_pattern' is missing"):
+        shape_of(str(path))
+    path.write_text(json.dumps({k: v for k, v in values.items() if k != "ssm_state_size"}))
+    with pytest.raises(OutsizeError, match="needs mamba_num_heads, mamba_head_dim, ssm_state_size"):
+        shape_of(str(path))
+
+
+def test_a_pattern_that_does_not_fit_its_model_is_refused() -> None:
+    said = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 96}
+    recurrent = {"heads": 4, "head": 16, "state": 8}
+    for more, message in (
+        ({"pattern": "*-*"}, "a pattern of 3 letters for 2 layers"),
+        ({"pattern": "*?"}, "'?' is no part of a layer"),
+        ({"pattern": "*M"}, "'M' without a recurrent state given"),
+        ({"pattern": "ME", "recurrent": recurrent}, "'E' without experts given"),
+    ):
+        with pytest.raises(OutsizeError, match=re.escape(message)):
+            read_shape({**said, **more}, "a model")
+    plain = read_shape({**said, "inner": 128}, "a model")
+    parts = read_shape({**said, "inner": 128, "layers": 4, "pattern": "*-*-"}, "a model")
+    assert parts.parameters == plain.parameters
+    assert parts.scores(32) == plain.scores(32)
 
 
 def test_blank_measured_columns_give_the_same_forecasts(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ GIB = 1 << 30
 # What a lane waits for.
 RESOURCES: Mapping[str, tuple[str, ...]] = {
     "products": ("matmul", "narrow", "attention"),
-    "memory of the device": ("traffic", "scores", "cast", "adding", "update"),
+    "memory of the device": ("traffic", "scores", "scan", "cast", "adding", "update"),
     "processor that launches": ("launch", "called"),
     "link to host memory and disk": ("moved",),
     "links": ("tensor", "exchange", "ring", "stages", "gathers", "sums"),
