@@ -44,7 +44,7 @@ _SOURCES = tuple(
     Path(__file__).with_name(f"{name}.cpp")
     for name in (
         *("native", "attention", "sparse", "shared", "blockwise", "normal", "codes", "rows"),
-        *("pages", "blocks", "eights", "heads"),
+        *("pages", "blocks", "eights", "heads", "attention64"),
     )
 )
 _HEADERS = tuple(map(Path(__file__).with_name, ("codes.h", "storage.h", "team.h", "tiles.h")))
@@ -74,6 +74,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "checksum": (c_uint64, (_P, _N)),
     "attention": (None, (_I, *[_P] * 8, _N, _F, _F, _I)),
     "attention_backward": (None, (_I, *[_P] * 8, _N, _F, _F, _I)),
+    "float64_attention": (None, (*[_P] * 6, _N, c_double, _I)),
+    "float64_attention_backward": (None, (*[_P] * 8, _N, c_double, _I)),
     "sparse_mark": (None, (_I, _P, _N, _N, _P, _P, _I)),
     "sparse_pack": (None, (_I, _P, _N, _N, _P, _P, _P, _I)),
     "sparse_unpack": (_N, (_I, _P, _P, _P, _N, _N, _N, _P, _I)),
@@ -111,7 +113,15 @@ def reads(*tensors: Tensor, by: str = "") -> bool:
     if by and not tensors[0].is_cpu:
         return _read_there(tensors, by)
     for x in tensors:  # a generator costs more than what it asks, and so does a device's name
-        if x.dtype not in CODES or not x.is_cpu or type(x) not in _READ:
+        if x.dtype not in CODES:
+            return False
+    return lies(*tensors)
+
+
+def lies(*tensors: Tensor) -> bool:
+    """Whether passes reach such tensors, whatever their dtype."""
+    for x in tensors:
+        if not x.is_cpu or type(x) not in _READ:
             return False
     return library() is not None
 

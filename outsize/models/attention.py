@@ -241,7 +241,7 @@ class LocalAttend:
         cpu = q_THK.device.type == "cpu"
         if queries == keys and cpu and spec.softcap is None:
             return flash(q_THK, k_TGK, v_TGW, bounds, spec.scale, spec.window)
-        if cpu and kernel.fits(q_THK, k_TGK, v_TGW):
+        if cpu and kernel.fits(q_THK, k_TGK, v_TGW, spec.softcap):
             return _behind(q_THK, k_TGK, v_TGW, bounds, spec)
         start, outputs = spec.first_query, []
         for here, there, documents in stretches(bounds, start, start + queries):

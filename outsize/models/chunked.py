@@ -74,7 +74,7 @@ def attended(
     inputs = (q_CHK, k_CGK, v_CGW)
     o: Tensor
     native = run is None and q_CHK.device.type == "cpu"
-    if native and kernel.fits(q_CHK, *held.values):
+    if native and kernel.fits(q_CHK, *held.values, spec.softcap):
         o = _Native.apply(*inputs, part)  # type: ignore[no-untyped-call]
     else:
         o = _Any.apply(*inputs, part, run or partial(_local, part))  # type: ignore[no-untyped-call]

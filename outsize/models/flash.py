@@ -1,5 +1,5 @@
 """Attention on a CPU over packed documents, with PyTorch's flash kernel (Dao, "FlashAttention-2"):
-for float64, for large heads, and where outsize/kernels/attention.cpp cannot be built.
+for large heads, and where outsize/kernels/attention.cpp cannot be built.
 
 One autograd node for all documents of a microbatch keeps queries, keys, values, output and the
 log-sum-exp of the scores, so what it holds does not depend on how the documents lie. The kernel

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import platform
 import shutil
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from attended import BOUNDS, SEGMENT, TILE, dense, errors, made, results, theirs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from outsize.kernels import attention, native
@@ -20,54 +20,12 @@ from outsize.models.seams import AttendSpec
 
 COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ on PATH")
-BOUNDS = (0, 300, 600, 607, 607, 608, 1125)  # over tiles and segments, tiny ones, an empty one
-HEADS = 4
 
 
 @pytest.fixture(autouse=True)
 def built():
     """The session's build."""
     assert native.library() is not None
-
-
-def dense(q, k, v, bounds, scale, window):
-    """Attention as its definition reads, a document at a time."""
-    outputs = []
-    for start, stop in pairwise(bounds):
-        a, b, c = (x[start:stop].transpose(0, 1) for x in (q, k, v))
-        b, c = (x.repeat_interleave(a.shape[0] // x.shape[0], 0) for x in (b, c))
-        behind = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
-        seen = (behind >= 0) & (behind < (window or stop))
-        score = (a @ b.mT * scale).masked_fill(~seen, float("-inf"))
-        outputs.append((score.softmax(-1) @ c).transpose(0, 1))
-    return torch.cat(outputs)
-
-
-def theirs(q, k, v, bounds, scale, window):
-    """PyTorch's kernel, the twin."""
-    facts = flash.Facts(bounds, scale, window, max(q.shape[2], v.shape[2]))
-    return flash._Flash.apply(q, k, v, facts)
-
-
-def made(sizes, kv_heads, dtype=torch.float32, bounds=BOUNDS) -> list[Tensor]:
-    """q, k, v, the gradient of the output."""
-    generator = torch.Generator().manual_seed(5)
-    key, value = sizes
-    shapes = ((HEADS, key), (kv_heads, key), (kv_heads, value), (HEADS, value))
-    return [torch.randn(bounds[-1], *x, generator=generator).to(dtype) for x in shapes]
-
-
-def results(attend, tensors, scale, window, bounds=BOUNDS) -> list[Tensor]:
-    """The output and the gradients of q, k and v."""
-    *inputs, pull = tensors
-    inputs = [x.detach().requires_grad_() for x in inputs]
-    output = attend(*inputs, bounds, scale, window)
-    return [output.detach(), *torch.autograd.grad(output, inputs, pull)]
-
-
-def errors(got, exact) -> list[float]:
-    """Relative, in the norm of each tensor."""
-    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, exact, strict=True)]
 
 
 CASES = [
@@ -84,9 +42,6 @@ def test_no_further_from_float64_than_the_kernel_of_pytorch(sizes, kv_heads, win
     other = errors(results(theirs, tensors, scale, window), exact)
     for a, b in zip(mine, other, strict=True):
         assert a < 7e-7 and a < 1.25 * b, (mine, other)
-
-
-TILE, SEGMENT = 64, 256  # queries or keys of a tile and of a task, as in attention.cpp
 
 
 def off(tensors, window, bounds, scale=0.5) -> float:
