@@ -201,7 +201,7 @@ def _leave_compiler_out() -> None:
         return
     config = sys.modules[f"{name}.config"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(config)
-    torch._dynamo = _Compiler(config)  # type: ignore[assignment]
+    torch._dynamo = _Compiler(config)
     plain = importlib.import_module("torch._compile")._disable_dynamo
     inner = plain(leave_compiler_out).__code__
     left, seen = list(_decorated()), set[int]()

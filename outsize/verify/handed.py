@@ -72,7 +72,7 @@ def _theirs(directory: Path, ids: tuple[int, ...]) -> Tensor:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         str(directory),
         dtype=torch.float64,
