@@ -56,6 +56,12 @@ PLANS: dict[str, dict[str, Any]] = {
             "dualpipe": {"resume_at": 1, "rows": 4},
         }.items()
     },
+    **{
+        f"pipeline, vocabulary {variant}": {
+            "mesh": LINE, "pipeline": Pipelined("1f1b", vocabulary=variant), "resume_at": 1,
+        }
+        for variant in (1, 2)
+    },
 }  # fmt: skip
 
 

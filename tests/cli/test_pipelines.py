@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from forked import forked
+from torchrun import free_port
 
 from outsize.schedule.csv import to_csv
 from outsize.schedule.pipelines import Shape, make
@@ -105,13 +105,16 @@ def test_a_pipeline_gives_the_numbers_of_one_worker_and_others_go_on(home, invok
 
 
 def test_torchrun_starts_a_pipeline(home, invoke):
-    """As on many machines."""
+    """As on many machines. A run under torchrun itself: tests/accelerator/test_torchrun.py."""
     words = ["run.yaml", "--set", "precision=float64", "--set", "sample.tokens=0"]
-    quiet = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run += ["-m", "outsize", "train", *words, *PIPED]
-    many = subprocess.run(run, cwd=home, env=quiet, capture_output=True)
-    assert many.returncode == 0, many.stderr.decode()[-2000:]
+    port, pids = str(free_port()), []
+    for rank in ("0", "1"):
+        place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        (home / rank).mkdir()
+        pids.append(forked(home / rank, place, "train", *words, *PIPED))
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert codes == [0, 0], (home / "0" / "err").read_text()[-2000:]
     assert invoke("train", *words, "--set", "output=one").exit_code == 0
     assert numbers(home / "run") == pytest.approx(numbers(home / "one"), rel=1e-10)
 

@@ -38,15 +38,23 @@ def run_and_leave_nothing(
     return code
 
 
-def forked(home: Path, place: dict[str, str], *words: object, closing: int | None = None) -> int:
+def forked(
+    home: Path,
+    place: dict[str, str],
+    *words: object,
+    closing: int | None = None,
+    first: Callable[[], object] | None = None,
+) -> int:
     """A process of `outsize *words` in an environment; what it prints is in home/out and err.
-    closing: a descriptor that it shall not have."""
+    closing: a descriptor that it shall not have. first: what it does before."""
     pid = os.fork()
     if pid == 0:
         from outsize.cli.main import main
 
         if closing is not None:
             os.close(closing)
+        if first is not None:
+            first()
         sys.stdout, sys.stderr = ((home / name).open("w") for name in ("out", "err"))
         os.dup2(sys.stdout.fileno(), 1)
         os.dup2(sys.stderr.fileno(), 2)

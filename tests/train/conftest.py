@@ -4,42 +4,21 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import until
+from forked import forked, until
 from rates import known_hardware
 from rich.console import Console
 
 from outsize.collectives import World
-
-Work = Callable[[World], Any]
-ROOT = Path(__file__).parents[2]
-WORDS = "import os\n\n\ndef walk(path):\n    for name in os.listdir(path):\n        yield name\n"
-
-HELD = """
-import sys, time
-from pathlib import Path
-from outsize.cli.main import main
 from outsize.train.loop import Loop
 
-plain = Loop._step
-
-def held(loop, batch, show):
-    if loop.place.step + 1 == {hold}:
-        Path("held").touch()
-        while not Path("go").exists():
-            time.sleep(0.01)
-    plain(loop, batch, show)
-
-Loop._step = held
-main(sys.argv[1:], "outsize")
-"""
+Work = Callable[[World], Any]
+WORDS = "import os\n\n\ndef walk(path):\n    for name in os.listdir(path):\n        yield name\n"
 
 
 class Runs:
@@ -92,18 +71,28 @@ class Runs:
         assert resume(directory, moved, on_damage, Console(file=out, width=160)) == 0
         return out.getvalue()
 
-    def command(self, *words: str, hold: int | None = None) -> subprocess.Popen[str]:
-        """The command in a process of its own, in the runs' home. hold: the number of a step before
-        which it makes a file `held` there and waits until there is a file `go`."""
-        program = ["-m", "outsize"] if hold is None else ["-c", HELD.format(hold=hold)]
-        return subprocess.Popen(
-            [sys.executable, *program, *words],
-            cwd=self.home,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def command(self, *words: str, hold: int | None = None) -> int:
+        """A process of the command, forked from this one, in the runs' home. hold: the number of a
+        step before which it makes a file `held` there and waits until there is a file `go`."""
+        step = Loop._step
+
+        def held(loop: Loop, *given: Any) -> None:
+            if loop.place.step + 1 == hold:
+                Path("held").touch()
+                until(Path("go").exists, 600.0)
+            step(loop, *given)
+
+        def first() -> None:
+            os.chdir(self.home)
+            if hold is not None:
+                Loop._step = held  # type: ignore[method-assign]
+
+        return forked(self.home, {}, *words, first=first)
+
+    def ended(self, process: int) -> tuple[int, str]:
+        """(exit code, all that it printed) of a command, or minus the signal that ended it."""
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        return code, "".join((self.home / name).read_text() for name in ("out", "err"))
 
     def wait_for_hold(self) -> None:
         """Wait until a command has got to the step before which it is held."""

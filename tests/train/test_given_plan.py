@@ -198,8 +198,8 @@ def test_two_workers_train_under_a_plan_file(runs) -> None:
     sets = [s for s in runs.sets(**steps) if s.split("=")[0] not in KEYS]
     words = [word for one in sets for word in ("--set", one)]
     process = runs.command("train", "--plan", str(path), "--workers", "2", *words)
-    said = process.communicate(timeout=600)
-    assert process.returncode == 0, said
+    code, said = runs.ended(process)
+    assert code == 0, said
     kept = from_yaml((runs.home / "run" / "plan.yaml").read_text())
     assert kept == replace(plan, budget=None) and kept.mesh == Mesh(data=2)
     weights = [dict(outsize.load(runs.home / name).named_parameters()) for name in ("one", "run")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -191,10 +192,10 @@ def test_a_stopped_process_goes_on_bitwise(runs) -> None:
         words = [w for s in runs.sets(**steps, output=cut) for w in ("--set", s)]
         process = runs.command("train", *words, hold=11)
         runs.wait_for_hold()
-        process.send_signal(number)
+        os.kill(process, number)
         (runs.home / "go").touch()
-        printed, _ = process.communicate()
-        assert process.returncode == code
+        found, printed = runs.ended(process)
+        assert found == code, printed
         if number != signal.SIGKILL:
             assert f"outsize train --resume '{cut}'" in printed
             assert "and saved" in printed

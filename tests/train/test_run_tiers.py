@@ -207,9 +207,8 @@ def test_a_killed_run_leaves_no_spill_file_and_goes_on(runs, spill) -> None:
     sets = runs.sets(output=cut, disk=f"{spill}:64MiB", threads=1, **keys)
     process = runs.command("train", *(word for s in sets for word in ("--set", s)), hold=6)
     runs.wait_for_hold()
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    os.kill(process, signal.SIGKILL)
+    assert runs.ended(process)[0] == -signal.SIGKILL
     assert list(spill.iterdir()) == []
     runs.resume(cut)
     assert_same_run(runs.home / "whole", cut)

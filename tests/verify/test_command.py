@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +16,6 @@ from torch import nn
 from outsize.cli.main import main
 from outsize.verify import Adopted
 
-ROOT = Path(__file__).parents[2]
 RUN = """
 model: tiny
 data: {path: text, validation: 0.1}
@@ -262,24 +258,15 @@ def test_a_factory_on_the_tensor_axis_is_refused(importable):
 # -- processes -------------------------------------------------------------------------------------
 
 
-def outsize(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "outsize", "verify", *map(str, words)], cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
-
-
-@pytest.mark.slow
-def test_processes(tmp_path):
+def test_processes(home):
     """Real workers: a draw, a case of their own, and a refusal, which is one line."""
-    draw = outsize("--random", 1, "--seed", 3, "--workers", 4, "--processes", cwd=tmp_path)
-    assert draw.returncode == 0, draw.stderr
+    draw = invoke("--random", 1, "--seed", 3, "--workers", 4, "--processes")
+    assert draw.exit_code == 0, draw.stderr
     assert "1 of 1 draws hold" in draw.stdout
     words = ("--set", "data.path=text", "--set", "train.sequence=16", "--workers", 2, "--zero", 2)
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_text("some text, and some more of it\n" * 99)
-    named = outsize(*words, "--processes", "--json", "--steps", 2, cwd=tmp_path)
-    assert named.returncode == 0, named.stderr
+    named = invoke(*words, "--processes", "--json", "--steps", 2)
+    assert named.exit_code == 0, named.stderr
     assert json.loads(named.stdout)["holds"]
-    refused = outsize(*words, "--processes", "--set", "plan.zero=9", cwd=tmp_path)
-    assert refused.returncode == 2 and refused.stderr.startswith("error: ")
+    refused = invoke(*words, "--processes", "--set", "plan.zero=9")
+    assert refused.exit_code == 2 and refused.stderr.startswith("error: ")
+    assert refused.stderr.count("\n") == 1
