@@ -217,10 +217,15 @@ def notes_of(job: Job) -> dict[str, JSON]:
 
 def tensors_of(job: Job, config: DecoderConfig) -> Iterator[Named]:
     """(group, name, tensor) in Hugging Face's names, each made when it is written: of what rests
-    below the device there is one state of one chunk at a time, and one merged entry."""
+    below the device there is one state of one chunk at a time, and one merged entry. What is not
+    trained has no master copy, and is written as wide as what is."""
     read = job.reader()
     group, stored = trained(config)
-    for name, later in merged(stored, partial(_shape_of, job), lambda name: read(name, None)):
+
+    def weight(name: str) -> Tensor:
+        return read(name, None).to(rest(name, job.weights_dtype))
+
+    for name, later in merged(stored, partial(_shape_of, job), weight):
         yield group, name, later
     yield from optimizer_tensors(job, read)
 

@@ -164,8 +164,11 @@ def test_bytes_after_twelve_switches_are_those_after_one(precision, steps):
     assert max(peaks) <= made.peak * 1.02 and made.peak <= max(peaks) * 1.02
 
 
-def test_a_run_goes_on_bitwise_within_a_turn_and_between_two(runs):
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_run_goes_on_bitwise_within_a_turn_and_between_two(precision, runs):
+    """In bfloat16 what a checkpoint has of layers that are left is not as wide as the others."""
     said = {
+        "precision": precision,
         "plan__approximate": "[badam]",
         "badam__gap": 2,
         "train__steps": 4,
