@@ -42,6 +42,8 @@ CPU = torch.device("cpu")
 STEPS, LR = 3, 1e-2
 PIECE = 1 << 9  # elements of a part of what streams: tiny chunks are cut as large ones are
 TIER = 1 << 24  # bytes
+UNPINNED = "copy of unpinned memory"
+Waited = Mapping[tuple[str, str], int]  # as strict.waits counts
 PROMPTS, NEW = ((5, 17, 2, 44, 9), (3,)), 3
 GATED = {
     "model_type": "gla", "vocab_size": 53, "hidden_size": 24, "intermediate_size": 40,
@@ -181,22 +183,51 @@ def stores_of(case: Case, device: torch.device, folder: Path) -> Iterator[dict[s
         yield made
 
 
-def outcome(case: Case, device: torch.device, folder: Path) -> Outcome:
-    """Losses, norms, what was found between the steps, weights and states after the last."""
+@dataclass
+class Waits:
+    """How often the computing thread waits for the device: in a step, where, and in an
+    evaluation that begins with what it needs there. unpinned: copies of such memory, in any thread,
+    until then."""
+
+    stepping: int = 0
+    lines: tuple[str, ...] = ()
+    evaluating: int = 0
+    unpinned: int = 0
+
+
+def outcome(case: Case, device: torch.device, folder: Path, waits: Waits | None = None) -> Outcome:
+    """Losses, norms, what was found between the steps, weights and states after the last. waits:
+    is told of them."""
     with (
+        strict.waits() as counted,
         stores_of(case, device, folder) as stores,
         closing(case.job(device, stores)) as job,
     ):
         losses, norms, between = [], [], []
+        counted_step = 1 if case.generates else 2  # what is generated goes before the third
         for step, batch in enumerate(case.batches()):
-            losses.append(float(job.step(batch, LR)))
+            with strict.waits(mine=True) as stepping:
+                loss = job.step(batch, LR)
+            losses.append(float(loss))
             norms.append(job.report.norm if isfinite(job.report.norm) else 0.0)  # it is skipped
             if step == 0:
                 between.append(job.evaluate(data_of(1)[0], ROWS))
+            if waits is not None and step == counted_step:
+                _tell(waits, job, stepping, counted)
             if step == 1 and case.generates:
                 between += told(job)
         weights, states = snapshot(job)
         return Outcome(losses, norms, between, on_host(weights), on_host(states))
+
+
+def _tell(waits: Waits, job: Job, stepping: Waited, counted: Waited) -> None:
+    """stepping: of the step. counted: of all so far, and from here on."""
+    for _ in range(2):  # where weights stream, the first brings those that a list begins with
+        with strict.waits(mine=True) as evaluating:
+            job.evaluate(data_of(1)[0], ROWS)
+    waits.stepping, waits.evaluating = sum(stepping.values()), sum(evaluating.values())
+    waits.lines = tuple(f"{n} x {kind} at {at}" for (kind, at), n in stepping.items())
+    waits.unpinned = sum(n for (kind, _), n in counted.items() if kind == UNPINNED)
 
 
 def told(job: Any) -> list[Any]:

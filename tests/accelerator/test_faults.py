@@ -10,10 +10,10 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import strict
-from cases import CASES, CPU, device, far, outcome
+from cases import CASES, CPU, Waits, device, far, outcome
 from plants import FAULTS, WAITING, Plant
 from streamed import Outcome
-from test_waits import USUAL, waits_in
+from test_training import USUAL
 
 FAR = 1e-10  # of the largest value: operators of some cases are not the CPU's own
 
@@ -40,10 +40,11 @@ def shown(name: str, plant: Plant, folder: Path) -> str:
 
 def waited(name: str, plant: Plant, folder: Path) -> tuple[int, int]:
     """Waits of a step that it does not need, and copies of memory that is not pinned."""
-    with plant(), strict.waits() as counted:
-        stepping, _, _ = waits_in(CASES[name], folder)
-    unpinned = (n for (kind, _), n in counted.items() if kind == "copy of unpinned memory")
-    return stepping - USUAL, sum(unpinned)
+    waits = Waits()
+    strict.start("demand", device_bytes=1 << 28)
+    with plant():
+        outcome(CASES[name], device(), folder, waits)
+    return waits.stepping - USUAL, waits.unpinned
 
 
 @pytest.mark.parametrize("fault", FAULTS)

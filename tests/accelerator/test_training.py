@@ -3,6 +3,9 @@
 Every case runs once on the CPU and under several orders of the device's streams; all orders give
 the same bits. Where operators are the CPU's own, those are the CPU's bits. OUTSIZE_ORDERS=all goes
 through all twenty orders.
+
+In the first order nothing runs before the host waits. There it is counted how often the computing
+thread does in a step: for the norm and for the loss; lanes wait in threads of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from unittest.mock import patch
 import pytest
 import strict
 import torch
-from cases import CASES, CPU, LR, STEPS, Case, far, outcome, some
+from cases import CASES, CPU, LR, STEPS, Case, Waits, far, outcome, some
 from streamed import Outcome
 
 from outsize import accelerator
@@ -27,6 +30,11 @@ CLOSE = {
     "bfloat16": 1e-2,
     "float16": 3e-3,
 }  # of the largest value of each
+USUAL = 2  # waits: the norm, which clips; the loss, which the caller reads
+MORE = {
+    "zeroth-order": -1,  # the losses on both sides come together, and there is no norm
+    "local learning": 1,  # the norm of the second group, which its update waits for
+}
 ELSEWHERE = 4  # times that where sums are taken in another order than a CPU's
 
 
@@ -50,7 +58,11 @@ def test_it_trains_as_the_cpu_does_whatever_the_order(
     with plainly(case, device):
         expected, first = outcome(case, CPU, tmp_path), None
     for order in strict.begins(device, some(list(CASES).index(name)), 1 << 28):
-        found = outcome(case, torch.device(device, 0), tmp_path)
+        waits = Waits() if order == strict.ORDERS[0] and device == "strict" else None
+        found = outcome(case, torch.device(device, 0), tmp_path, waits)
+        if waits is not None:
+            assert waits.stepping == USUAL + MORE.get(name, 0), "\n".join(waits.lines)
+            assert waits.evaluating == 1
         first = first or found
         assert found.differences(first) == [], order
     assert first is not None

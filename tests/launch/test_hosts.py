@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -128,23 +129,32 @@ def test_workers_meet_sum_and_leave(tmp_path: Path) -> None:
     assert run_all(work, tmp_path) == [(143, ""), (143, ""), (143, "")]
 
 
+LEAVING = """
+import json, os, sys
+from outsize.launch import hosts
+hosts.BEAT = 0.0005
+for places in json.loads(sys.argv[1]):
+    children = []
+    for place in places:
+        children.append(os.fork())
+        if not children[-1]:
+            hosts.run_there(lambda post: 3, {**os.environ, **place})
+            sys.exit()
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert codes == [3] * len(children), codes
+"""
+
+
 def test_a_worker_ends_however_its_watch_is_just_then() -> None:
     """Python's own way out ends a thread that comes back from the store, and with it the process
     (SIGABRT), in most of such runs."""
-    command = (
-        "import os\nfrom outsize.launch import hosts\n"
-        "hosts.BEAT = 0.0005\nhosts.run_there(lambda post: 3, dict(os.environ))"
-    )
+    places = []
     for _ in range(2):
         port = free_port()
-        started = [
-            subprocess.Popen(
-                [sys.executable, "-c", command], stderr=subprocess.PIPE,
-                env={**os.environ, **environment(rank, port)},
-            )
-            for rank in range(WORKERS)
-        ]  # fmt: skip
-        assert [(p.communicate()[1], p.returncode) for p in started] == [(b"", 3)] * WORKERS
+        places.append([environment(rank, port) for rank in range(WORKERS)])
+    command = [sys.executable, "-c", LEAVING, json.dumps(places)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert (run.stderr, run.returncode) == ("", 0)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Streamed steps equal resident ones bit for bit: losses, norms, evaluations, weights, states.
 
-Four steps each, an evaluation after the first and the last. Tiny chunks are cut into many parts
-and tiny activations spilled (streamed.small), so that every way of moving bytes is taken.
+Three steps each, an evaluation after the first and the last: one step follows an evaluation, one a
+step. Tiny chunks are cut into many parts and tiny activations spilled (streamed.small), so that
+every way of moving bytes is taken.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import test_prepare as modules
 from outsize.runtime.recipe import Here, Recipe
 
 DATA = data_of()
+RUN = DATA[:3]
 BELOW = {"parameters": "disk", "gradients": "disk", "optimizer": "disk"}
 HOST = {"gradients": "host", "optimizer": "host"}
 
@@ -93,12 +95,12 @@ def twins():
 
 def twin(twins, key, make):
     if key not in twins:
-        twins[key] = trained(make(), DATA, ROWS)
+        twins[key] = trained(make(), RUN, ROWS)
     return twins[key]
 
 
 def check(job: Job, expected) -> None:
-    assert expected.differences(trained(job, DATA, ROWS)) == []
+    assert expected.differences(trained(job, RUN, ROWS)) == []
 
 
 @pytest.mark.parametrize("rest", RESTS)
@@ -231,10 +233,10 @@ def test_frozen_bases_are_never_written():
 @pytest.mark.parametrize("order", ["microbatch", "layer"])
 def test_float64_equals_the_plain_loop(family, order):
     model = model_of(family, "float64")
-    losses, norms, expected = plain.train(model, DATA, [1e-2] * len(DATA), 0.5, 0.1)
+    losses, norms, expected = plain.train(model, RUN, [1e-2] * len(RUN), 0.5, 0.1)
     plan = replace(resting(plan_of("float64", order=order), **ALL), stream=parts())
     with memory() as stores:
-        got = trained(job_of(plan, stores, model=model), DATA, ROWS)
+        got = trained(job_of(plan, stores, model=model), RUN, ROWS)
     assert got.losses == pytest.approx(losses, rel=1e-10)
     assert got.norms == pytest.approx(norms, rel=1e-10)
     for name, parameter in expected.named_parameters():
@@ -261,7 +263,7 @@ def adopted(name: str, stages, rest: dict[str, str], stores, **changes) -> Job:
 
 def adopted_run(name: str, job: Job):
     torch.manual_seed(5)  # dropout draws the same numbers
-    data = [modules.CASES[name][1](seed) for seed in range(streamed.STEPS)]
+    data = [modules.CASES[name][1](seed) for seed in range(len(RUN))]
     found = trained(job, data, 4)
     buffers = {n: b.clone() for n, b in job.flow.model.named_buffers()}
     return replace(found, weights=found.weights | buffers)
