@@ -1,4 +1,4 @@
-"""Runs that stream and their resident twins: plans by where states rest, stores, four steps.
+"""Runs that stream and their resident twins: plans by where states rest, stores, some steps.
 
 Models for tests are tiny: `small` lets them be spilled and cut into parts as large ones are.
 """
