@@ -95,11 +95,13 @@ struct Eights {
         return reinterpret_cast<int32_t*>(begins.get()) + (group * rows + row) * chunks;
     }
 
+    // agreed: the magnitude that the row's scale is of; null: the largest of what is left.
     template <class T>
-    void take(const T* x, int64_t row) {
+    void take(const T* x, int64_t row, const float* agreed) {
         const int64_t span = w.every * w.group;
         for (int64_t g = 0; g < groups; g += w.every, x += span) {
-            const uint32_t most = outliers.empty() ? largest(x, span) : set_apart(x, span, g, row);
+            const uint32_t own = outliers.empty() ? largest(x, span) : set_apart(x, span, g, row);
+            const uint32_t most = agreed ? magnitude(*agreed) : own;
             for (int64_t k = 0; k < w.every; ++k) take(x + k * w.group, most, g + k, row);
         }
     }
@@ -456,7 +458,8 @@ void product(const T* x, const Matrix& w, T* y, int64_t tokens, Team team) {
 #pragma omp parallel num_threads(team.count) if (team.starts())
         {
 #pragma omp for schedule(static)
-            for (int64_t t = 0; t < count; ++t) rows.take(x + (some + t) * w.inner, t);
+            for (int64_t t = 0; t < count; ++t)
+                rows.take(x + (some + t) * w.inner, t, w.most ? w.most + some + t : nullptr);
             const Buffer work = buffer((rows.groups + count) * ACROSS);
 #pragma omp for schedule(static)
             for (int64_t task = begin; task < end; ++task) {

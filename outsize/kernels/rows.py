@@ -38,12 +38,13 @@ ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 
 class Matrix(ctypes.Structure):
     """A weight as the passes in C++ are told of it (codes.h): addresses and sizes. Where group is
-    0, numbers as they lie, else blocks of codes. eights: of ROUNDINGS, which."""
+    0, numbers as they lie, else blocks of codes. eights: of ROUNDINGS, which. most: of codes.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("data", "bias", "scales", "table")),
         *((name, c_int64) for name in ("outputs", "inner", "group", "block", "head")),
         *((name, c_int32) for name in ("order", "kind", "eights", "every")),
+        ("most", c_void_p),
     )
     data: int | None
     bias: int | None
@@ -58,6 +59,7 @@ class Matrix(ctypes.Structure):
     kind: int
     eights: int
     every: int
+    most: int | None
 
     @property
     def address(self) -> int:
@@ -154,17 +156,24 @@ def wanted_by_codes(x: Tensor) -> bool:
 
 
 def by_codes(
-    x: Tensor, laid: Laid, outputs: int, bias_O: Tensor | None, eights: Rounding = ""
+    x: Tensor,
+    laid: Laid,
+    outputs: int,
+    bias_O: Tensor | None,
+    eights: Rounding = "",
+    most_T: Tensor | None = None,
 ) -> Tensor:
     """x (..., I) times the weight that blocks of codes stand for, rows one behind another, rounded
     to the dtype of x, plus bias: (..., O). Its bits are those of `linear` by that weight, or with
-    eights of what eights.py says."""
+    eights, and most_T (float32), of what eights.py says."""
     x, y = x.contiguous(), x.new_empty((*x.shape[:-1], outputs))
     _shown(x, outputs, laid.group, eights)
     if isinstance(x, FakeTensor):
         return y
     bias = None if bias_O is None else bias_O.to(x.dtype).contiguous()
-    _multiply(x, laid.matrix(x.shape[-1], bias, eights), y)
+    weight = laid.matrix(x.shape[-1], bias, eights)
+    weight.most = None if most_T is None else most_T.data_ptr()
+    _multiply(x, weight, y)
     return y
 
 

@@ -27,6 +27,7 @@ from outsize.models.declared import STREAM, Declared, Initial, Lies, Unit
 
 if TYPE_CHECKING:
     from outsize.kernels.codes import Laid
+    from outsize.kernels.eights import Agree
     from outsize.kernels.rows import Rounding
     from outsize.models.adapter import Beside
 
@@ -66,7 +67,7 @@ def _of_eights(one: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
 
     laid = one.laid()
     assert laid is not None and one.coded is not None, "its codes are whole numbers"
-    return multiply(x, laid, one.sizes[0], bias, one.coded.eights)
+    return multiply(x, laid, one.sizes[0], bias, one.coded.eights, one.agree)
 
 
 class Linear(nn.Module):
@@ -74,7 +75,7 @@ class Linear(nn.Module):
 
     unit: between what a column or row weight may be cut. whole: how one lies that never is. beside:
     what has the product's place; by linearity a worker's part of one is beside its part of the
-    other.
+    other. agree: on what rows are rounded by, with those who have the rest of each.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Linear(nn.Module):
         self.sink: GradSink | None = None
         self.product: Product = dense
         self.coded: Coded | None = None
+        self.agree: Agree | None = None
         self.adds_bias = True  # else others do
 
     @property

@@ -10,17 +10,21 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from threads import play
 
 import outsize
 from outsize.checkpoint import hub
 from outsize.cli.generate import opened
 from outsize.cli.main import main
+from outsize.collectives import World, along, parse_mesh
 from outsize.errors import OutsizeError
+from outsize.kernels import rows
 from outsize.models.build import build
 from outsize.models.coding import as_stored, asked, decoded, format_of, held
 from outsize.models.decoder import Decoder
 from outsize.models.families import parse
 from outsize.models.linear import linears
+from outsize.parallel.tensor.decoder import split
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2,
@@ -119,6 +123,38 @@ def test_outliers_are_said_and_are_a_tokens_own(stored: Path) -> None:
         assert ("of magnitude 6 or more stay as they are" in notes) == (one == name)
         errors[one] = float((torch.tensor(found) - exact).abs().mean())
     assert errors[name] < errors["int8-rows+a8"] / 2
+
+
+@pytest.mark.parametrize("how", ["+a8", "+outliers"])
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float64, 1e-10), (torch.float32, 3e-4)], ids=["plain", "passes"]
+)
+def test_workers_round_a_token_with_one_scale(
+    stored: Path, how: str, dtype: torch.dtype, limit: float
+) -> None:
+    """Of parts of rows too, one of them with the whole row's largest number: the numbers of one
+    worker, for a number a token and cut product beside the sums. In float32 a number next to the
+    middle of two steps may go to the other."""
+    weights, ids = f"int8-rows:16{how}", torch.tensor([IDS])
+    with torch.no_grad():
+        expected = outsize.load(stored, weights=weights, dtype=dtype)(ids)
+
+    def work(world: World) -> tuple[torch.Tensor, int, int]:
+        model, axis = outsize.load(stored, weights=weights, dtype=dtype), along(world, "tensor")
+        split(model, axis)
+        with torch.no_grad(), rows.alone():
+            logits = model(ids)
+        plain = outsize.load(stored, weights=weights.removesuffix(how), dtype=dtype)
+        had = axis.received["all_reduce"]
+        split(plain, axis)
+        with torch.no_grad():
+            plain(ids)
+        return logits, had, axis.received["all_reduce"] - had
+
+    wide = torch.promote_types(dtype, torch.float32).itemsize
+    for logits, had, plainly in play(parse_mesh("tensor=2"), work):
+        assert float((logits - expected).abs().max()) < limit
+        assert had - plainly == len(IDS) * wide * 2 * LLAMA["num_hidden_layers"]
 
 
 def test_what_it_cannot_be_is_refused(stored: Path, tmp_path: Path) -> None:

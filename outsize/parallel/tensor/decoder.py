@@ -71,7 +71,7 @@ def split(
     tokens.lookup = lookup(model.epilogue.vocabulary.span)
     if sequence_parallel:
         model.between = lambda tokens: spans_of(tokens, axis)[axis.rank]
-    _widen(model, axis, by_rows)
+    _widen(model, axis, cuts, by_rows)
     modules = {n: one for n, one in model.named_modules() if not is_of_first(n, by_rows)}
     crossed, wired, wiring = boundaries(sequence_parallel), Rewired(), over_axis(model.config)
     if wiring is not None:
@@ -142,15 +142,20 @@ def _part(whole: nn.Parameter, cut: Cut) -> nn.Parameter:
     return nn.Parameter(value, requires_grad=whole.requires_grad)
 
 
-def _widen(model: Decoder, axis: Collective, by_rows: int) -> None:
+def _widen(model: Decoder, axis: Collective, cuts: Mapping[str, Cut], by_rows: int) -> None:
     """Norms that are cut, over all heads at once, take their statistic over the axis, and those of
-    weights' rows theirs. What all compute alike of routers, each has a share of."""
+    weights' rows theirs; so do rows that are rounded with one scale each, where they are cut. What
+    all compute alike of routers, each has a share of."""
     having = counts(model.config)
     for name, module in model.named_modules():
         if is_of_first(name, by_rows):
             continue
         if isinstance(module, Squares) and module.cut:
             module.total = axis.all_reduce
+        coded = module.coded if isinstance(module, Linear) else None
+        by_row = coded is not None and coded.eights and coded.format.shared(1, 1)
+        if by_row and cuts[f"{name}.{CODES}"].dim == 1:
+            module.agree = partial(axis.all_reduce, operation="max")
         if isinstance(module, Router):
             module.share = 1 / axis.size
         if isinstance(module, Norm) and module.wide and module.lies.unit is not None:
