@@ -71,7 +71,8 @@ def write_contents(
     """Fill the empty `directory`, its manifest last, and sync it all.
 
     Tensors are taken one at a time and let go shard by shard; those that are made later are there
-    one at a time, made in the order in which those of their group came. OSError, or OutsizeError
+    one at a time, and made in the order in which they came where a group follows another: what
+    lies in parts on several workers, all of them ask for in one order. OSError, or OutsizeError
     caused by one, where the system refuses.
     """
     if files is not None:
@@ -148,12 +149,14 @@ class _Shards:
         self.seen.add((group, name))
         size = self.sizes.get(group, 0)
         if size and size + tensor.nbytes > self.shard_bytes:
-            self._write(group)
+            self._make()
+            if self.waiting[group]:
+                self._write(group)
         self.waiting.setdefault(group, {})[name] = tensor
         self.sizes[group] = self.sizes.get(group, 0) + tensor.nbytes
 
     def finish(self) -> dict[str, FileEntry]:
-        for group in list(self.waiting):
+        for group in [group for group, waiting in self.waiting.items() if waiting]:
             self._write(group)
         entries: dict[str, FileEntry] = {}
         for group, shards in self.written.items():
@@ -166,6 +169,12 @@ class _Shards:
                 write_json(self.directory / index_name, _index(named))
                 entries[index_name] = _sync_and_describe(self.directory / index_name)
         return entries
+
+    def _make(self) -> None:
+        """Write what is made later: that of other groups came before."""
+        for group, waiting in self.waiting.items():
+            if any(isinstance(tensor, Later) for tensor in waiting.values()):
+                self._write(group)
 
     def _write(self, group: str) -> None:
         waiting = self.waiting[group]

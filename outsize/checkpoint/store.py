@@ -176,8 +176,7 @@ class Store:
         """
         assert step >= 0
         plain = {key: as_json(value, f"meta[{key!r}]") for key, value in meta.items()}
-        self.acquire()
-        self._clear_place(step)
+        self.ready(step)
         temporary = self.directory / f".saving-{step:08d}-{os.getpid()}"
         pointer = self.directory / f".latest-{step:08d}-{os.getpid()}"
         try:
@@ -211,8 +210,10 @@ class Store:
             ) from error
         self._remove_old()
 
-    def _clear_place(self, step: int) -> None:
-        """Refuse to save over a whole checkpoint; set anything else under its name aside."""
+    def ready(self, step: int) -> None:
+        """Become the one writer. Refuse to save over a whole checkpoint; set anything else under
+        its name aside."""
+        self.acquire()
         place = self.path(step)
         if not os.path.lexists(place):
             return

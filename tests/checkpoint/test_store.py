@@ -28,6 +28,7 @@ from outsize.checkpoint import hub
 from outsize.checkpoint.manifest import MANIFEST_NAME, decode, safe_path
 from outsize.checkpoint.opened import DamageError
 from outsize.checkpoint.store import Store
+from outsize.checkpoint.writing import Later
 from outsize.errors import OutsizeError
 
 Named = tuple[str, str, Tensor]
@@ -201,6 +202,23 @@ def test_tensors_are_let_go_shard_by_shard(tmp_path: Path) -> None:
 
     Store(tmp_path, shard_bytes=800).save(0, made(), {})
     assert max(alive) <= 3
+
+
+def test_tensors_are_made_in_the_order_in_which_they_come(tmp_path: Path) -> None:
+    """What several workers have parts of, all ask for in one order: the last weights too, which
+    fill no file before one of the optimizer is full."""
+    sizes = {"weights": (100, 100, 30), "optimizer": (90, 90, 90), "buffers": (1,)}
+    names = [
+        (group, f"{group}.{i}", n) for group, some in sizes.items() for i, n in enumerate(some)
+    ]
+    made = list[str]()
+
+    def later(name: str, count: int) -> Later:
+        return Later(torch.float32, (count,), lambda: made.append(name) or torch.zeros(count))
+
+    with Store(tmp_path, shard_bytes=500) as store:
+        store.save(1, ((group, name, later(name, n)) for group, name, n in names), {})
+    assert made == [name for _, name, _ in names]
 
 
 def test_what_json_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -184,8 +184,12 @@ class Prepared:
 
     def save(self, path: str | Path) -> Path:
         """Write all states below `path`, as the checkpoint of the steps made so far; gives its
-        directory. The directory of a native decoder is one for outsize.load too."""
-        return states.save(self._made, self.model, int(self._handed.steps), Path(path))
+        directory. The directory of a native decoder is one for outsize.load too. All workers call
+        it; where one of them fails, all do."""
+        job, steps, where = self._made, int(self._handed.steps), Path(path)
+        self.preparing.alike(lambda: states.check_place(job, steps, where))
+        with leaving(self.preparing.abort):
+            return states.save(job, self.model, steps, where)
 
     def load(self, path: str | Path) -> None:
         """Go on from the last checkpoint that `save` wrote below `path`, as `load_state_dict`."""

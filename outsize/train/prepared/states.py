@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from outsize.checkpoint.contents import Named
 from outsize.checkpoint.opened import Checkpoint
 from outsize.checkpoint.store import Store
 from outsize.checkpoint.writing import Later
+from outsize.collectives import Collective, along
+from outsize.collectives.world import everyone
 from outsize.errors import OutsizeError
 from outsize.models.decoder import Decoder
 from outsize.optim import taker
@@ -49,8 +52,9 @@ State = Mapping[str, Any]
 
 def state_dict(job: Job, model: nn.Module, steps: int) -> dict[str, Any]:
     """Copies of all states by name. The workers of a pipeline or tensor axis call it together."""
-    buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
-    return {"steps": steps, **copied(job), BUFFERS: buffers}
+    states = copied(job)
+    buffers = {name: later.make().clone() for name, later in _buffers(job, model)}
+    return {"steps": steps, **states, BUFFERS: buffers}
 
 
 def load_state_dict(job: Job, model: nn.Module, state: State) -> int:
@@ -68,20 +72,31 @@ def load_state_dict(job: Job, model: nn.Module, state: State) -> int:
     return int(state["steps"])
 
 
+def check_place(job: Job, steps: int, path: Path) -> None:
+    """OutsizeError where the first worker cannot write a checkpoint of so many steps."""
+    if not job.world.rank:
+        with Store(path, KEPT) as store:
+            store.ready(steps)
+
+
 def save(job: Job, model: nn.Module, steps: int, path: Path) -> Path:
-    """Write a checkpoint of so many steps below `path`; gives its directory. The first of several
-    workers writes; the others give it what they have."""
+    """Write a checkpoint of so many steps below `path`; gives its directory, on all workers when
+    it is there. The first of several writes; the others give it what they have."""
     tensors, notes = _tensors(job, model), notes_of(job)
     if job.world.rank:
         make_all(tensors)
-        return path
+        everyone(job.world).barrier()
+        return Store(path).path(steps)
 
     def files(directory: Path) -> None:
         if isinstance(model, Decoder):
             write_model(directory, job, model.config, adapters.base_of(model))
 
     with Store(path, KEPT) as store:
-        return store.save(steps, tensors, {"kind": KIND, "steps": steps, **notes}, files)
+        written = store.save(steps, tensors, {"kind": KIND, "steps": steps, **notes}, files)
+    if job.world.mesh.size > 1:
+        everyone(job.world).barrier()
+    return written
 
 
 def load(job: Job, model: nn.Module, path: Path) -> int:
@@ -152,8 +167,36 @@ def _tensors(job: Job, model: nn.Module) -> Iterator[Named]:
     for name in job.owners:
         yield WEIGHTS, name, Later(job.weights_dtype, job.shape(name), partial(read, name, None))
     yield from optimizer_tensors(job, read)
+    for name, later in _buffers(job, model):
+        yield BUFFERS, name, later
+
+
+def _buffers(job: Job, model: nn.Module) -> Iterator[tuple[str, Later]]:
+    """A module's buffers by name. On a pipeline those of a block are its worker's, which alone has
+    moved them; the other workers have them as they began."""
+    line = along(job.world, "pipeline")
     for name, buffer in model.named_buffers():
-        yield BUFFERS, name, buffer
+        whose = _turn_of(job, name) if line.size > 1 else 0
+        yield name, Later(buffer.dtype, tuple(buffer.shape), partial(_from, line, buffer, whose))
+
+
+def _from(line: Collective, buffer: Tensor, whose: int) -> Tensor:
+    """What a worker of the pipeline has of a buffer."""
+    return buffer if line.size == 1 else line.broadcast(buffer.detach().clone(), whose)
+
+
+def _turn_of(job: Job, name: str) -> int:
+    """The place on the pipeline of who moves a buffer: of the parameters next to it, with which its
+    path has most in common; the first worker of a module without any."""
+    chunks, path = job.placement.chunks, name.split(".")
+    shared, whose = 0, 0
+    for table in chunks.every:
+        for slot in table.slots:
+            alike = zip(path[:-1], slot.name.split(".")[:-1], strict=False)
+            count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], alike))
+            if count > shared:
+                shared, whose = count, chunks.holders(table)[0]
+    return whose
 
 
 def _weights(found: Checkpoint, job: Job, model: nn.Module) -> Fill:
