@@ -31,7 +31,8 @@ class GradSink(Protocol):
 
 def add_product(grad: Tensor, a: Tensor, b: Tensor) -> None:
     """grad += a @ b, accumulated in the dtype of `grad`."""
-    if grad.dtype == a.dtype:
+    wide = grad.dtype == torch.float32 and product.widens(a, b, b.shape[-1])
+    if grad.dtype == a.dtype or wide:
         product.add_product(grad, a, b)
     elif grad.dtype == torch.float32 and _wide(a):
         accelerator.add_wide(grad, a, b)

@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from outsize.kernels import product
+from outsize.kernels.linear import add_product
 
 needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN"
@@ -77,3 +78,46 @@ def test_what_stays_with_pytorch(monkeypatch):
         assert not product._fits(big.double(), big.double(), 256)
         assert not product._fits(big.bfloat16(), big.bfloat16(), 256)
     assert not product._fits(big, big, 256), "autograd would not see it"
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_products_of_bfloat16_are_of_tiles_in_float32(monkeypatch, turned):
+    """Where the processor has none of its own: rounded once, so that they are PyTorch's own of
+    float32, rounded; with several tiles either way, the last of each smaller."""
+    monkeypatch.setattr(product, "_imitated", lambda: True)
+    monkeypatch.setattr(product, "LEAST", 1)
+    monkeypatch.setattr(product, "ROWS", 50)
+    monkeypatch.setattr(product, "WIDE", 96 * 20)
+    a, b, bias, total = (
+        torch.randn(*n).bfloat16() for n in ((130, 96), (96, 70), (70,), (130, 70))
+    )
+    if turned:
+        a, b = a.t().contiguous().t(), b.t().contiguous().t()
+    exact, half = a.double() @ b.double(), 2.0**-8 + 1e-5  # a last place of bfloat16, halved
+    with torch.no_grad():
+        out, narrow, wide = torch.empty(130, 70).bfloat16(), total.clone(), total.float()
+        product.put_product(a, b, out)
+        add_product(narrow, a, b)
+        add_product(wide, a, b)
+        found = {
+            "product": (product.product(a, b), exact),
+            "linear": (product.linear(a.view(2, 65, 96), b.t(), bias).view(130, 70), exact + bias),
+            "put": (out, exact),
+            "narrow": (narrow, exact + total),
+        }
+    for name, (got, right) in found.items():
+        assert got.dtype is torch.bfloat16, name
+        assert bool(((got.double() - right).abs() <= half * right.abs() + 1e-4).all()), name
+    assert wide.dtype is torch.float32 and near(wide, exact + total)
+
+
+def test_which_processors_multiply_bfloat16(monkeypatch):
+    for facts, imitated in (({"avx2", "avx512f"}, True), ({"avx512_bf16"}, False), ({""}, False)):
+        monkeypatch.setattr(product, "_facts_of_processor", lambda facts=facts: facts)
+        assert product._imitated.__wrapped__() == imitated
+    few = torch.randn(4, 4096).bfloat16()
+    monkeypatch.setattr(product, "_imitated", lambda: True)
+    with torch.no_grad():
+        assert not product.widens(few, few.t(), 4096), "its weight is read once"
+        assert product.widens(few.view(64, 256), few, 4096)
+    assert not product.widens(few.view(64, 256), few, 4096), "autograd would not see it"
