@@ -88,13 +88,20 @@ class Format(Protocol):
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """weight_OI of any rows and blocks of a weight: numbers of float32, rounded to `dtype`."""
+        from outsize.kernels.codes import decoded as numbers_of
+
+        laid = self.laid(codes_OR, shared, grid)
+        assert laid is not None, "of values times scales"
+        return numbers_of(laid, dtype).view(len(codes_OR), -1)
 
     def laid(self, codes_OR: Tensor, shared: Tensor | None, grid: Grid) -> Laid | None:
         """The same as blocks and what their codes stand for, None where they are no values times
         scales."""
 
     def finite(self, codes_OR: Tensor, shared: Tensor | None) -> bool:
-        """Whether all scales are."""
+        """Whether all scales are: here those of float32 that groups share."""
+        assert shared is not None, "its scales"
+        return bool(numbers(shared, torch.float32).isfinite().all())
 
 
 # By name, what makes a format for groups of a size; None: its own.
@@ -337,12 +344,10 @@ class Blocks:
         from outsize.kernels.codes import decoded as numbers_of
 
         laid = self.laid(codes_OR, shared, grid)
-        if laid is None:
-            assert self.unpack is not None, "its own way"
-            values = self.unpack(codes_OR.reshape(-1, self.block), dtype)
-        else:
-            values = numbers_of(laid, dtype)
-        return values.view(len(codes_OR), -1)
+        if laid is not None:
+            return numbers_of(laid, dtype).view(len(codes_OR), -1)
+        assert self.unpack is not None, "its own way"
+        return self.unpack(codes_OR.reshape(-1, self.block), dtype).view(len(codes_OR), -1)
 
     def laid(self, codes_OR: Tensor, shared: Tensor | None, grid: Grid) -> Laid | None:
         return None if self.lay is None else self.lay(codes_OR.reshape(-1, self.block))

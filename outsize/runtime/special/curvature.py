@@ -9,7 +9,7 @@ optimizer as an estimate. No weight moves, and no update is counted.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -19,7 +19,7 @@ from outsize.data import Batch
 from outsize.errors import OutsizeError
 from outsize.kernels.entropy import DRAWN
 from outsize.models.random import uniform
-from outsize.optim import Optimizer, StateSpec
+from outsize.optim import Optimizer
 from outsize.optim.optimizer import Rates
 from outsize.plan import Plan
 from outsize.runtime.engine import Loaded, Ran
@@ -99,53 +99,18 @@ class Curvature(Counted):
         """Play a step whose labels are drawn."""
         updates, norm, chunks = self.updates, self.norm, self._job.weight_pool.chunks
         clip, counts = norm.clip, [dict(chunk.steps) for chunk in chunks]
-        norm.clip, updates.optimizer = None, Estimating(self._own, 1 / self._next[2])
+        drawn = 1 / self._next[2]
+
+        def rule(_: Tensor, gradients: Tensor, state: Mapping[str, Tensor], __: Rates) -> None:
+            self._own.estimate(gradients, state, drawn)
+
+        norm.clip, updates.rule = None, rule
         try:
             self.engine.play(step, begin)
         finally:
-            norm.clip, updates.optimizer = clip, self._own
+            norm.clip, updates.rule = clip, None
             for chunk, count in zip(chunks, counts, strict=True):
                 chunk.steps = count
-
-
-@dataclass(frozen=True)
-class Estimating:
-    """The optimizer while labels are drawn, so many of them."""
-
-    own: Curved
-    count: float
-
-    @property
-    def lr(self) -> float:
-        return self.own.lr
-
-    @property
-    def weight_decay(self) -> float:
-        return self.own.weight_decay
-
-    @property
-    def grain(self) -> int:
-        return self.own.grain
-
-    @property
-    def rest(self) -> Optimizer | None:
-        return self.own.rest
-
-    @property
-    def approximate(self) -> str | None:
-        return self.own.approximate
-
-    @property
-    def states(self) -> tuple[StateSpec, ...]:
-        return self.own.states
-
-    def takes(self, shape: tuple[int, ...]) -> bool:
-        return self.own.takes(shape)
-
-    def update(
-        self, weights: Tensor, gradients: Tensor, state: Mapping[str, Tensor], rates: Rates
-    ) -> None:
-        self.own.estimate(gradients, state, self.count)
 
 
 def _curved(recipe: Recipe) -> Curved:

@@ -8,7 +8,7 @@ arithmetic is the same on all of them, element for element.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +41,7 @@ class Settings(Protocol):
 
 Shape = tuple[int, ...]  # of a parameter that is updated as a whole; (-1,) of a flat range
 Range = tuple[int, int, int, int, Shape, str]  # first, last, group, step, shape, first name
+Rule = Callable[[Tensor, Tensor, Mapping[str, Tensor], Rates], None]  # as Optimizer.update
 Slices = tuple[Tensor, Tensor, Mapping[str, Tensor]]  # weights, gradients, optimizer states
 Cuts = dict[tuple[int, int, Shape], Slices]
 
@@ -57,7 +58,7 @@ class _Work:
 class Updates:
     """Updates chunks of a weight_pool. whole_tensors: matrices that lie in parts on the tensor
     axis. scale: what gradients are multiplied by, of this step. skips: it changes nothing, and no
-    update is counted."""
+    update is counted. rule: takes the place of the optimizer's update, for a step."""
 
     weight_pool: WeightPool
     optimizer: Optimizer
@@ -65,6 +66,7 @@ class Updates:
     whole_tensors: WholeTensors | None = None
     scale: float = 1.0
     skips: bool = False
+    rule: Rule | None = None
 
     def __post_init__(self) -> None:
         chunks = self.weight_pool.placement.chunks
@@ -149,7 +151,7 @@ class Updates:
             mine = cut[key]
             rates = Rates(step, lr * settings.lr, settings.weight_decay, parameter)
             if shape == (-1,) or self.whole_tensors is None:
-                optimizer.update(*mine, rates)
+                (self.rule or optimizer.update)(*mine, rates)
             else:
                 self._whole(optimizer, parameter, *mine, rates)
         own = self._apart[table.main]
@@ -183,7 +185,8 @@ class Updates:
             else mine  # whole on every worker
             for state, mine in states.items()
         }
-        optimizer.update(whole, whole_tensors.whole(name, gradients), every, rates)
+        rule = self.rule or optimizer.update
+        rule(whole, whole_tensors.whole(name, gradients), every, rates)
         if whole is not weights:
             weights.copy_(whole_tensors.local(name, whole))
             for state in shaped:

@@ -19,15 +19,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outsize.kernels.codes import Laid, decoded
-from outsize.models.coding import FORMATS, Grid, groups_of, numbers, over, pieces, raw, spelled
+from outsize.kernels.codes import Laid
+from outsize.models.coding import (
+    FORMATS,
+    Format,
+    Grid,
+    groups_of,
+    numbers,
+    over,
+    pieces,
+    raw,
+    spelled,
+)
 
 NAME, GROUP, GROUPS = "int8-rows", 64, (16, 32, 64, 128, 256)
 _MOST = 127
 
 
 @dataclass(frozen=True)
-class RowScaled:
+class RowScaled(Format):
     """The Format. Scales are counted among its bytes, not in its bits."""
 
     group: int = GROUP
@@ -55,24 +65,11 @@ class RowScaled:
             codes[first:last] = over(here, scale).round_().clamp_(-_MOST, _MOST)
         return codes.view(torch.uint8), raw(scales.flatten(), torch.float32)
 
-    def decode(
-        self,
-        codes_OR: Tensor,
-        shared: Tensor | None,
-        grid: Grid,
-        dtype: torch.dtype = torch.float32,
-    ) -> Tensor:
-        return decoded(self.laid(codes_OR, shared, grid), dtype).view(len(codes_OR), -1)
-
     def laid(self, codes_OR: Tensor, shared: Tensor | None, grid: Grid) -> Laid:
         assert shared is not None, "its scales"
         rows, stride = len(codes_OR), codes_OR.shape[1] // self.group
         scales = numbers(shared, torch.float32)[grid.row : grid.row + rows].view(-1, 1)
         return Laid(codes_OR.reshape(-1, self.group), scales, None, "bytes", 0, stride)
-
-    def finite(self, codes_OR: Tensor, shared: Tensor | None) -> bool:
-        assert shared is not None, "its scales"
-        return bool(numbers(shared, torch.float32).isfinite().all())
 
 
 def made(size: int | None) -> RowScaled:

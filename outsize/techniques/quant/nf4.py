@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from outsize.kernels.blockwise import table
-from outsize.kernels.codes import Laid, decoded
-from outsize.models.coding import FORMATS, Grid, groups_of, numbers, pieces, raw, spelled
+from outsize.kernels.codes import Laid
+from outsize.models.coding import FORMATS, Format, Grid, groups_of, numbers, pieces, raw, spelled
 
 NAME, GROUP, GROUPS, NESTED = "nf4", 64, (16, 32, 64, 128, 256), 256
 # Of the authors' code: quantiles of a normal distribution, symmetric, with a zero of its own.
@@ -36,7 +36,7 @@ _TINY = 1e-38  # the least magnitude that is divided by
 
 
 @dataclass(frozen=True)
-class NormalFloat:
+class NormalFloat(Format):
     """The Format."""
 
     group: int = GROUP
@@ -76,15 +76,6 @@ class NormalFloat:
         codes[..., 0] = nested.view(rows, stride)
         return codes.view(rows, -1), raw(torch.cat((mean.view(1), second)), torch.float32)
 
-    def decode(
-        self,
-        codes_OR: Tensor,
-        shared: Tensor | None,
-        grid: Grid,
-        dtype: torch.dtype = torch.float32,
-    ) -> Tensor:
-        return decoded(self.laid(codes_OR, shared, grid), dtype).view(len(codes_OR), -1)
-
     def laid(self, codes_OR: Tensor, shared: Tensor | None, grid: Grid) -> Laid:
         assert shared is not None, "its second scales"
         blocks = codes_OR.reshape(len(codes_OR), -1, self.block)
@@ -103,10 +94,6 @@ class NormalFloat:
         names = blocks[..., 0].flatten().to(torch.int32)
         first = _dynamic(blocks.device).index_select(0, names)
         return (first * second + every[0]).view(rows, columns)
-
-    def finite(self, codes_OR: Tensor, shared: Tensor | None) -> bool:
-        assert shared is not None, "its second scales"
-        return bool(numbers(shared, torch.float32).isfinite().all())
 
 
 def _nearest(scaled: Tensor, values: Tensor) -> Tensor:
