@@ -37,11 +37,13 @@ class Method(Protocol):
     engine: plays what its handlers carry out; evaluations and tokens too, of whose walks and
     numbers microbatches and sample know. rehearsed: a step is predicted from one microbatch's
     actions; else all of them are played. left: the share of the layers that each step leaves alone,
-    where it does; what the others were is copied. scaling: of losses, where they are scaled.
+    where it does; what the others were is copied. scaling: of losses, where they are scaled. more:
+    what is played before some steps, as a share of a step on average, and what it is, in words.
     """
 
     rehearsed: ClassVar[bool] = True
     left: float | None = None
+    more: tuple[float, str] = (0.0, "")
     engine: Engine
     microbatches: Microbatches
     sample: Sample

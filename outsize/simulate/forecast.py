@@ -64,7 +64,8 @@ class Forecast:
     Of a pipeline, ranks: of its axis. Schedule, bytes and parameters are of the worker with the
     highest peak, seconds and trace of all, segments of those that have them, flops of all; below,
     for each tier, of the worker that has most there. placements: by place of the pipeline axis.
-    why: what the planner chose, each with the reason in a line; () where nothing was open.
+    why: what the planner chose, each with the reason in a line; () where nothing was open. more:
+    what is played before some steps, as of Method; `seconds` is of a step without that.
     """
 
     plan: Plan
@@ -83,6 +84,12 @@ class Forecast:
     evaluation: int = 0
     placements: tuple[Placement, ...] = field(default=(), repr=False, compare=False)
     why: tuple[tuple[str, str], ...] = ()
+    more: tuple[float, str] = (0.0, "")
+
+    @property
+    def mean(self) -> float:
+        """Seconds of a step on average."""
+        return self.seconds * (1 + self.more[0])
 
     def prove(self) -> None:
         """Refuse a step or an evaluation that all workers together cannot run exactly."""

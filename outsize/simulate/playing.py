@@ -72,6 +72,7 @@ def predicted(
         plan, top.schedule, top.static, tuple((n, found[n]) for n in names if n in found), top.peak,
         top.peak_by_kind, trace.span(), count, trace, top.below, top.parameters, top.received,
         tuple(ranks) if len(ranks) > 1 else (), max(one.evaluation for one in ranks),
+        more=workers[0].job.method.more,
     )  # fmt: skip
 
 

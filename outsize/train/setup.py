@@ -165,7 +165,7 @@ def _check_precision(resolved: Resolved, hardware: Hardware) -> None:
 
 def settled(setup: Setup) -> Setup:
     """The same with everything filled in that depends on the predicted time of a step."""
-    resolved = derive.after_plan(setup.resolved, setup.forecast.seconds)
+    resolved = derive.after_plan(setup.resolved, setup.forecast.mean)
     return replace(setup, resolved=derive.output(resolved))
 
 

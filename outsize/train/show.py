@@ -161,12 +161,14 @@ def predicted(forecast: Forecast) -> str:
     count = max((turn.parameters for turn in forecast.ranks), default=forecast.parameters)
     speed = ""
     if plan.sequence:
-        speed = f" ({plan.rows * plan.sequence / forecast.seconds:,.0f} tokens/s)"
+        speed = f" ({plan.rows * plan.sequence / forecast.mean:,.0f} tokens/s)"
     budget = "" if plan.budget is None else f", of a budget of {format_bytes(plan.budget)}"
     each = " of a worker" if plan.mesh.size > 1 else ""
+    share, what = forecast.more
+    more = f", on average {time_of(share * forecast.seconds)} more for {what}" if share else ""
     return (
         f"predicted: {count:,} parameters{each}; peak memory {format_bytes(forecast.peak)}{budget};"
-        f" a step {time_of(forecast.seconds)}{speed}"
+        f" a step {time_of(forecast.seconds)}{more}{speed}"
     )
 
 
@@ -190,6 +192,7 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
         "workers": [{"stages": list(turn.stages), **_held(turn)} for turn in forecast.ranks],
         "segments": [{"name": name, "bytes": dict(held)} for name, held in forecast.segments],
         "step_seconds": forecast.seconds,
+        "mean_step_seconds": forecast.mean,
         "chosen": dict(forecast.why),
         "flops": forecast.flops,
         "microbatches": forecast.plan.microbatches,

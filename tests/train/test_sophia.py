@@ -23,6 +23,7 @@ from outsize.techniques.optim.sophia import NAME, Settings, Sophia
 from outsize.train.metrics import read_metrics
 from outsize.train.resolve import resolve
 from outsize.train.setup import set_up
+from outsize.train.show import predicted, time_of
 
 CLIP, RATE, DECAY, GAP, SEED = 0.5, 1e-2, 0.1, 2, 7
 OWN = Settings((0.9, 0.8), 0.3, GAP)
@@ -138,3 +139,17 @@ def test_what_does_not_go_with_it(monkeypatch):
         plan_of(GIVEN, mesh=Mesh(pipeline=2), pipeline=pipelined("1f1b+vocabulary:1"))
     with pytest.raises(OutsizeError, match="sophia and zeroth-order both change"):
         set_up(resolve(None, (*named[:-2], f"plan.approximate=[{NAME},zeroth-order]")))
+
+
+def test_a_plan_says_what_its_estimates_take(monkeypatch):
+    """A step is played once more in one of four: as many actions again as a fourth of a step."""
+    said = ("model.name=tiny", "train.steps=1", "train.sequence=16", "train.batch_tokens=64")
+    named = (*said, f"optimizer.name={NAME}", f"plan.approximate=[{NAME}]", f"{NAME}.gap=4")
+    made = set_up(resolve(None, named)).forecast
+    assert made.mean == pytest.approx(made.seconds * 5 / 4)
+    line = predicted(made)
+    more = time_of(made.seconds / 4)
+    assert f"on average {more} more for a pass with drawn labels before the first of every" in line
+    assert f"({64 / made.mean:,.0f} tokens/s)" in line
+    plainly = set_up(resolve(None, said)).forecast
+    assert plainly.mean == plainly.seconds and "on average" not in predicted(plainly)

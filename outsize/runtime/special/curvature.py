@@ -56,6 +56,9 @@ class Curvature(Counted):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._own = _curved(job.recipe)
+        gap = self._own.gap
+        often = "each step" if gap == 1 else f"the first of every {gap} steps"
+        self.more = 1 / gap, f"a pass with drawn labels before {often}"
 
     @staticmethod
     def freeze(flow: Flow, plan: Plan, recipe: Recipe) -> None:
