@@ -153,11 +153,12 @@ class Line:
     def _composed(
         self, wanted: Step, budget: int, alike: list[Request] | None = None
     ) -> list[Feed]:
-        """What is wanted, as far as there are slots and pages for it. alike: as of feeds."""
+        """What is wanted, as far as there are slots and pages for it, and drafts in what is left
+        then. alike: as of feeds."""
         found, left, barred = list[Feed](), budget - sum(wanted.values()), False
         order, pieces = self.order, self._pieces = list[Request](), list[Piece]()
         apart, size = alike if alike is not None else [], self.pages.size
-        drawing = self.drawing if alike is not None else {}
+        drawing, drafting = self.drawing if alike is not None else {}, list[Feed]()
         for key, count in wanted.items():
             if not count:
                 continue
@@ -183,11 +184,17 @@ class Line:
             order.append(request)
             pieces.append((start, count, not ahead))
             found.append(Feed(request, part, request.ids[start : part.stop]))
-            if request.drafter is not None and count == 1 and not ahead and left > 0:
-                found += self._drafted(request, part, left)
-                left -= len(request.draft)
-                pieces += [(part.stop + n, 1, True) for n in range(len(request.draft))]
-        return found
+            if request.drafter is not None and count == 1 and not ahead:
+                drafting.append(found[-1])
+        if not drafting:
+            return found
+        drafts = self._drafted(drafting, left)
+        self._pieces = [
+            each
+            for request, piece in zip(order, pieces, strict=True)
+            for each in (piece, *((one.part.start, 1, True) for one in drafts.get(request.key, ())))
+        ]
+        return [each for one in found for each in (one, *drafts.get(one.request.key, ()))]
 
     def ran(self, feeds: Sequence[Feed], seconds: float) -> None:
         """A step took so long."""
@@ -294,23 +301,27 @@ class Line:
             del self.going[request.key]
             self.drawing.pop(request.key, None)
 
-    def _drafted(self, request: Request, part: Part, left: int) -> list[Feed]:
-        """A draft behind the token that waits, in pages that nobody has. Each of its tokens is fed
-        as if it were the last one that is known."""
-        assert request.drafter is not None
-        room = self.pages.room(request.key) + self.pages.left * self.pages.size
-        most = min(
-            left,
-            request.ask.max_new_tokens - request.drawn - 1,
-            room - part.stop,
-            self.limit - part.stop,
-        )
-        request.draft = request.drafter.propose(request.ids, most) if most > 0 else ()
-        self.pages.extend(request.key, part.stop + len(request.draft))
-        return [
-            Feed(request, part._replace(start=part.start + place), (token,), place)
-            for place, token in enumerate(request.draft, 1)
-        ]
+    def _drafted(self, drafting: Sequence[Feed], left: int) -> dict[int, list[Feed]]:
+        """By request its draft, behind the token that waits, in pages that nobody has. Each of its
+        tokens is fed as if it were the last one that is known."""
+        found = dict[int, list[Feed]]()
+        for request, part, *_ in drafting:
+            assert request.drafter is not None
+            room = self.pages.room(request.key) + self.pages.left * self.pages.size
+            most = min(
+                left,
+                request.ask.max_new_tokens - request.drawn - 1,
+                room - part.stop,
+                self.limit - part.stop,
+            )
+            request.draft = request.drafter.propose(request.ids, most) if most > 0 else ()
+            self.pages.extend(request.key, part.stop + len(request.draft))
+            left -= len(request.draft)
+            found[request.key] = [
+                Feed(request, part._replace(start=part.start + place), (token,), place)
+                for place, token in enumerate(request.draft, 1)
+            ]
+        return found
 
     def _drew(self, request: Request) -> None:
         found, ask = request.told, request.ask

@@ -385,3 +385,26 @@ def test_drift_is_what_few_steps_exceed() -> None:
     even = Drift()
     even.take(1.0)
     assert even == Drift()
+
+
+def test_next_tokens_come_before_drafts() -> None:
+    """Of four pages of four tokens two requests have one each, full: the draft of the first would
+    take the last page, behind its own token's, which the second's next token needs."""
+
+    class Four:
+        def propose(self, ids: Sequence[int], most: int) -> Sequence[int]:
+            return (7, 7, 7, 7)[:most]
+
+        def judged(self, proposed: int, accepted: int) -> None:
+            pass
+
+    room = replace(ROOM, pages=4, slots=2)
+    line = Line(room, POLICIES.get("mixed"), False, Four, clock=lambda: 0.0)
+    for _ in range(2):
+        line.add(ask(4, 9), lambda _: None)
+    step(line)
+    found = [(feed.request.key, feed.part.start, tuple(feed.ids)) for feed in line.feeds()]
+    first = [(0, 4, (1,)), *((0, 4 + n, (7,)) for n in range(1, 4))]
+    assert found == [*first, (1, 4, (1,)), *((1, 4 + n, (7,)) for n in range(1, 4))]
+    assert [start for start, _, _ in line._pieces] == [start for _, start, _ in found]
+    assert [one.key for one in line.order] == [0, 1] and line.pages.left == 0
