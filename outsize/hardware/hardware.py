@@ -91,7 +91,6 @@ class Measured:
     matmul: tuple[Matmul, ...] = ()
     attention: tuple[Attention, ...] = ()
     overhead: Rate | None = None  # seconds of an operator on a tiny tensor
-    fill: Rate | None = None  # B/s of writing memory that has just been allocated
     handed: Rate | None = None  # seconds of the host for an operator of a training step
 
     @cached_property

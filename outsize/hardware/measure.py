@@ -152,16 +152,6 @@ def bandwidth(device: torch.device, timer: Timer, date: str) -> Rate:
     return Rate(3 * a.nbytes / spent, "B/s", "probe", date, note="triad")
 
 
-def fill(timer: Timer, date: str) -> Rate:
-    """B/s of writing host memory that has just been allocated: each page faults once.
-
-    64 MiB is above the size from which the C library asks the kernel for new pages each time.
-    """
-    count = 2**26
-    spent = timer(lambda: torch.empty(count, dtype=torch.uint8).fill_(1), torch.device("cpu"))
-    return Rate(count / spent, "B/s", "probe", date, note="freshly allocated, page faults")
-
-
 def copy(timer: Timer, date: str) -> Rate:
     """B/s at which one thread copies host memory, as a tier in RAM does beside a computation.
 

@@ -27,7 +27,7 @@ from outsize.hardware.hardware import Device, Hardware, Link, Measured, Rate, Ti
 from outsize.texts import write_text
 
 TIERS = ("device", "host", "disk")
-FORMAT = 6  # raised when what is measured, or how, changes
+FORMAT = 7  # raised when what is measured, or how, changes
 
 
 def probe(
@@ -151,7 +151,6 @@ def _measure(
         matmul=matmul,
         attention=tuple(measure.attentions(target, quick, timer, date)),
         overhead=measure.overhead(target, timer, date),
-        fill=None if apart else measure.fill(timer, date),
         handed=handed(target, timer, date),
     )
     memory = Rate(_memory(target)[0], "B", "operating system", date)

@@ -42,12 +42,11 @@ def scaled(device: Device, part: float, longer: float) -> Device:
 
 
 def _measured(measured: Measured, part: float, longer: float) -> Measured:
-    overhead, fill, handed = measured.overhead, measured.fill, measured.handed
+    overhead, handed = measured.overhead, measured.handed
     return Measured(
         tuple(replace(entry, rate=_scaled(entry.rate, part)) for entry in measured.matmul),
         tuple(replace(entry, rate=_scaled(entry.rate, part)) for entry in measured.attention),
         None if overhead is None else _scaled(overhead, longer),
-        None if fill is None else _scaled(fill, part),
         None if handed is None else _scaled(handed, longer),
     )
 

@@ -44,7 +44,6 @@ def example() -> Hardware:
         ),
         attention=(Attention(512, 6, 64, "fp32", "backward", rate(5e9)),),
         overhead=rate(2e-6, "s"),
-        fill=rate(2.5e9, "B/s"),
     )
     device = Device(
         name="a: device",
