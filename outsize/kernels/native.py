@@ -47,7 +47,10 @@ _SOURCES = tuple(
         *("pages", "blocks", "eights", "heads", "attention64"),
     )
 )
-_HEADERS = tuple(map(Path(__file__).with_name, ("codes.h", "storage.h", "team.h", "tiles.h")))
+_HEADERS = tuple(
+    Path(__file__).with_name(f"{name}.h")
+    for name in ("codes", "eights", "eights_avx2", "eights_vnni", "storage", "team", "tiles")
+)
 _COMPILERS = ("g++", "c++", "clang++")  # g++ first: PyTorch's OpenMP runtime is its
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fopenmp"),

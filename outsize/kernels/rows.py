@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from outsize.kernels.codes import Laid
 
 _VECTORS = 64  # elements: of any processor's, and of as many as PyTorch takes at once
-# Of rows.cpp, eights.cpp and tiles.h: rows that are made wide, or rounded, at once; the widest
+# Of rows.cpp, eights.h and tiles.h: rows that are made wide, or rounded, at once; the widest
 # vectors; weights that a thread makes wide, outputs whose sums it has, numbers that share a sum.
 _WIDE, _ROUNDED, _LANES, _OUTPUTS, _ACROSS, _CHUNK = 512, 128, 16, 4, 16, 32
 _HERE = threading.local()

@@ -189,8 +189,8 @@ def test_room_that_products_take_for_themselves_is_foretold(
 ) -> None:
     """As the passes allocate it: 300 rows of 192 numbers, on three threads."""
     monkeypatch.setattr(native, "threads", lambda: 3)
-    some, wide = _said("eights.cpp", "MOST_ROWS"), min(300, _said("rows.cpp", "SOME"))
-    sums, chunk = _said("eights.cpp", "ACROSS"), _said("eights.cpp", "CHUNK")
+    some, wide = _said("eights.h", "MOST_ROWS"), min(300, _said("rows.cpp", "SOME"))
+    sums, chunk = _said("eights.h", "ACROSS"), _said("eights.h", "CHUNK")
     outputs, vector = _said("rows.cpp", "OUTPUTS"), _said("tiles.h", "LANES")
     form = format_of("int8:64")
     codes, scales = form.encode(_random(21, 192))
