@@ -20,7 +20,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from outsize.errors import OutsizeError, nearest
 
@@ -36,7 +36,11 @@ def filed(folder: str) -> frozenset[str]:
 
 
 class Registry(Generic[T]):
-    """Names and what they stand for. what: the thing in a word, for errors ("optimizer")."""
+    """Names and what they stand for. what: the thing in a word, for errors ("optimizer").
+    strangers: modules of others that have added to any, which are no part of this package's source.
+    """
+
+    strangers: ClassVar[set[str]] = set()
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -47,6 +51,9 @@ class Registry(Generic[T]):
         if name in self._entries:
             raise OutsizeError(f"{self.what} {name!r} is registered twice; expected one file of it")
         self._entries[name] = value
+        home = getattr(value, "__module__", None) or type(value).__module__
+        if home.partition(".")[0] != "outsize":
+            Registry.strangers.add(home)
         return value
 
     def get(self, name: str) -> T:

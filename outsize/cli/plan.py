@@ -156,8 +156,10 @@ def _print_tiers(setup: Setup, out: Console) -> None:
     """What rests on the tiers, what techniques save, and the thresholds: of steps that are
     predicted from one microbatch."""
     from outsize.runtime.method import method_of
-    from outsize.search import forecaster_of, thresholds, tradeoffs
+    from outsize.search import forecaster_of
+    from outsize.search.thresholds import thresholds
     from outsize.search.tiers import states
+    from outsize.search.tradeoffs import tradeoffs
     from outsize.train import show
     from outsize.train.setup import request_of
 

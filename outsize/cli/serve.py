@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outsize.cli.command import Command, adapted, adapters_of, optioned
+from outsize.cli.command import Light, adapted, adapters_of, optioned
 
 if TYPE_CHECKING:
     from socket import socket
@@ -30,7 +30,7 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 FAREWELL = 5.0  # seconds in which who waits is told that a worker has failed
 
 
-@click.command(cls=Command)
+@click.command(cls=Light)
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--host", default="127.0.0.1", show_default=True, help="Other than this machine's own"
               " wants a --key-file.")  # fmt: skip

@@ -61,7 +61,7 @@ _TUNED = {  # tried first; the build falls back to the flags above
     "aarch64": ("-mcpu=native",),
 }
 _SECONDS = 600.0  # more than any source takes, on a machine that does much else too
-_SEAL = 32  # bytes of the digest at the end of a cached library
+_SEAL = 32  # bytes of the digest at the end of a cached file
 
 # Result first, then arguments: as native.cpp declares them.
 _P, _I, _N, _F = c_void_p, c_int, c_int64, c_float
@@ -248,7 +248,9 @@ def load(compiler: str | None, cache: Path) -> ctypes.CDLL | None:
         return None
     try:
         path = cache / f"native-{_key(compiler)}.so"
-        return _declared(ctypes.CDLL(str(path)) if _sealed(path) else _build(compiler, path))
+        return _declared(
+            ctypes.CDLL(str(path)) if whole(path) is not None else _build(compiler, path)
+        )
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("the fused C++ passes cannot be used, plain PyTorch operators are: %s", error)
         return None
@@ -301,12 +303,13 @@ def _build(compiler: str, path: Path) -> ctypes.CDLL:
         made = Path(folder) / path.name
         _compile(compiler, made)
         with contextlib.suppress(OSError):
-            _keep(made.read_bytes(), path)
+            keep(made.read_bytes(), path)
         return ctypes.CDLL(str(made))  # held by the process when its file is gone
 
 
-def _keep(content: bytes, path: Path) -> None:
-    """Seal and move into place, so that processes that build at once do not meet."""
+def keep(content: bytes, path: Path) -> None:
+    """Seal and move into place, so that processes that write at once do not meet. OSError where it
+    cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
         try:
@@ -354,10 +357,12 @@ def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=_SEAL).digest()
 
 
-def _sealed(path: Path) -> bool:
-    """Whether the file is there and whole: loading a cut one would end the process."""
+def whole(path: Path) -> bytes | None:
+    """What was kept there; None where nothing was, or it is not as it was written: loading a cut
+    library would end the process."""
     try:
         content = path.read_bytes()
     except OSError:
-        return False
-    return content[-_SEAL:] == _digest(content[:-_SEAL])
+        return None
+    own, seal = content[:-_SEAL], content[-_SEAL:]
+    return own if seal == _digest(own) else None

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from outsize.collectives import World, everyone
 from outsize.parallel.tensor.beside import Prompts
-from outsize.search.choices import WORTH
 from outsize.simulate.network import together
 
 
@@ -33,6 +32,8 @@ class Weighed:
     @property
     def gains(self) -> bool:
         """By more than a forecast errs by."""
+        from outsize.search.choices import WORTH
+
         return self.beside < WORTH * self.at_once
 
     def __str__(self) -> str:

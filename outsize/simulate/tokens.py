@@ -35,7 +35,7 @@ from outsize.parallel.tensor.decoder import split
 from outsize.plan.settings import NONE, Settings
 from outsize.runtime.session import Session
 from outsize.schedule import Kind
-from outsize.simulate.fake import FakeMode
+from outsize.simulate.kept import kept
 
 LEAST_SLICE = 64  # prompt tokens fed at once: fewer would save little and read the weights often
 OTHERWISE = 64  # bytes an element of a vocabulary, where a sampler of the user's own draws from it
@@ -127,7 +127,7 @@ def needs(held: Held, request: Request, length: int) -> Needs:
     long as one another."""
     sampler = request.sampler if isinstance(request.sampler, Sampling) else _unknown
     alike = Request((0,) * len(request.ids), request.max_new_tokens, sampler)
-    return _needs(held, alike, length)
+    return _known(held, alike, length)
 
 
 def _unknown(logits_V: Tensor, index: int) -> int:
@@ -136,6 +136,12 @@ def _unknown(logits_V: Tensor, index: int) -> int:
 
 
 @lru_cache(maxsize=16)
+def _known(held: Held, request: Request, length: int) -> Needs:
+    about = len(request.ids), request.max_new_tokens, request.sampler
+    key = held, held.grain, *about, length
+    return kept(Needs, key, partial(_needs, held, request, length))
+
+
 def _needs(held: Held, request: Request, length: int) -> Needs:
     first = min(len(request.ids), 1 + length)
     steps = {(0, first), (request.capacity - 1, 1)}
@@ -248,6 +254,11 @@ def resident(model: Decoder) -> Held:
 def needs_of_rows(held: Held, count: int, length: int) -> int:
     """Most bytes besides weights while `count` rows of `length` tokens go through, to all their
     logits."""
+    key = held, held.grain, count, length
+    return kept(int, key, partial(_needs_of_rows, held, count, length))
+
+
+def _needs_of_rows(held: Held, count: int, length: int) -> int:
     bounds = tuple(range(0, count * length + 1, length))
     with _faked(held) as (fake, _, _):
         positions = partial(torch.arange, length, device=held.device)
@@ -260,6 +271,8 @@ def _faked(held: Held) -> Iterator[tuple[Decoder, Prompts | None, list[list[int]
     """A model without bytes that has one of this worker's layers of each kind, how its prompts take
     their sums, if not at once, and which layers of each kind are here; in a world that has the
     tensor axis alone."""
+    from outsize.simulate.fake import FakeMode
+
     config, kinds = held.config, dict[object, list[int]]()
     every = bool(config.rewired) or config.sided
     mine = [i for i in range(len(config.layers)) if held.has(i + 1) or every]

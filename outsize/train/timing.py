@@ -25,8 +25,8 @@ from outsize.launch import WorkerGroup
 from outsize.models.config import DecoderConfig
 from outsize.plan import DISK, FILES, Plan, from_yaml, to_yaml
 from outsize.runtime.method import method_of
-from outsize.simulate import Forecast, calibrate
-from outsize.simulate.calibrate import COUNTED, WARM
+from outsize.simulate import Forecast
+from outsize.simulate.calibrate import COUNTED, WARM, calibrate
 from outsize.simulate.shared_cores import ROUNDS, on_cores, paces
 from outsize.simulate.worker_profile import COUNTED as TIMED
 from outsize.simulate.worker_profile import TURNS, Durations, durations, work

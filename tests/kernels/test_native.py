@@ -280,9 +280,9 @@ def test_a_damaged_cache_is_built_again(tmp_path):
     for damage in (b"", whole[: len(whole) // 2], whole[:5000] + b"?" + whole[5001:]):
         kept.unlink()  # this process has the file that was there
         kept.write_bytes(damage)
-        assert not native._sealed(kept)
+        assert native.whole(kept) is None
     assert native.load(COMPILER, tmp_path) is not None
-    assert native._sealed(kept) and sorted(tmp_path.iterdir()) == [kept]
+    assert native.whole(kept) is not None and sorted(tmp_path.iterdir()) == [kept]
 
 
 def test_a_kept_library_needs_no_build(cache, monkeypatch):
@@ -302,7 +302,7 @@ def test_builds_at_once_do_not_meet(tmp_path):
         both = [pool.submit(native.load, COMPILER, tmp_path) for _ in range(2)]
     assert all(future.result() is not None for future in both)
     (kept,) = tmp_path.iterdir()
-    assert native._sealed(kept)
+    assert native.whole(kept) is not None
 
 
 def test_one_pool_of_threads():

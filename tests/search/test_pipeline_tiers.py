@@ -15,8 +15,9 @@ from outsize.collectives import Mesh
 from outsize.errors import OutsizeError
 from outsize.plan import DEVICE, Plan
 from outsize.plan.plan import per_segment
-from outsize.search import choose, forecaster_of, tradeoffs
+from outsize.search import choose, forecaster_of
 from outsize.search.tiers import states
+from outsize.search.tradeoffs import tradeoffs
 from outsize.search.worker_states import worker_states
 
 WISH = replace(tiered.WISH, mesh=Mesh(pipeline=2))

@@ -18,9 +18,9 @@ from outsize.models.presets import PRESETS
 from outsize.optim import AdamW
 from outsize.plan import DEVICE, Plan, Precision, Rest, Stream
 from outsize.plan.plan import per_segment
-from outsize.search import PlanRequest, choose, forecaster_of, predict, thresholds, tradeoffs
+from outsize.search import PlanRequest, choose, forecaster_of, predict
 from outsize.search.offload import choose_offloaded
-from outsize.search.thresholds import pace
+from outsize.search.thresholds import pace, thresholds
 from outsize.search.tiers import (
     APART,
     UPDATES_FIRST,
@@ -33,6 +33,7 @@ from outsize.search.tiers import (
     pool_bytes,
     states,
 )
+from outsize.search.tradeoffs import tradeoffs
 
 GIB, MIB = 1 << 30, 1 << 20
 DISK = TierSpec("disk", "disk", (Path("."),), 400 * GIB)
