@@ -52,7 +52,7 @@ class Registry(Generic[T]):
             raise OutsizeError(f"{self.what} {name!r} is registered twice; expected one file of it")
         self._entries[name] = value
         home = getattr(value, "__module__", None) or type(value).__module__
-        if home.partition(".")[0] != "outsize":
+        if home.partition(".")[0] not in ("outsize", "builtins"):
             Registry.strangers.add(home)
         return value
 

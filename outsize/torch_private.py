@@ -157,6 +157,17 @@ def differentiate(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) ->
     )  # fmt: skip
 
 
+def gradient(
+    of: Tensor, gradient: Tensor, inputs: Sequence[Tensor], retain_graph: bool = False
+) -> tuple[Tensor, ...]:
+    """torch.autograd.grad of one output, without its questions, for which it imports sympy."""
+    found: tuple[Tensor, ...] = torch.autograd.Variable._execution_engine.run_backward(
+        (of,), (gradient,), retain_graph, False, tuple(inputs),
+        allow_unreachable=False, accumulate_grad=False,
+    )  # fmt: skip
+    return found
+
+
 def warm_fake_tensors() -> None:
     """Import what fake tensors bring along, which takes half a second."""
     importlib.import_module("torch.fx.experimental.symbolic_shapes")

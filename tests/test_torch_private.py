@@ -239,6 +239,17 @@ def test_a_graph_is_differentiated_from_its_edges():
     assert x.grad is not None and x.grad.tolist() == [16.0, 6.0]
 
 
+def test_a_gradient_is_that_of_autograd_and_leaves_the_inputs_alone():
+    x, w = (torch.tensor(n, dtype=torch.float64, requires_grad=True) for n in ([2.0, 3.0], [5.0]))
+    y, gy = x * x * w, torch.tensor([1.0, 0.5], dtype=torch.float64)
+    expected = torch.autograd.grad(y, (x, w), gy, retain_graph=True)
+    for retain in (True, False):
+        found = private.gradient(y, gy, (x, w), retain)
+        assert all(map(torch.equal, found, expected)) and x.grad is None
+    with pytest.raises(RuntimeError, match="second time"):
+        private.gradient(y, gy, (x, w))
+
+
 @pytest.mark.parametrize("extended", [False, True])
 def test_a_device_brings_its_own_messages(extended: bool, monkeypatch):
     """What a device's package registers, with PyTorch's two ways to be called."""

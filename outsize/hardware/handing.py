@@ -24,7 +24,7 @@ from outsize.kernels.gate import SILU, gated
 from outsize.kernels.linear import linear
 from outsize.kernels.norm import rms_norm
 from outsize.kernels.rope import turn
-from outsize.torch_private import DispatchMode
+from outsize.torch_private import DispatchMode, gradient
 
 if TYPE_CHECKING:
     from outsize.hardware.measure import Timer
@@ -131,7 +131,7 @@ class _Chain:
     def step(self) -> None:
         """Forwards and backwards."""
         with torch.enable_grad():
-            torch.autograd.grad(self.layers(self.x_TD), self.x_TD, self.gy_TD)
+            gradient(self.layers(self.x_TD), self.gy_TD, (self.x_TD,))
 
 
 class _Calls(DispatchMode):

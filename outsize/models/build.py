@@ -150,7 +150,8 @@ def initial_fill(model: Decoder, seed: int, device: torch.device | str) -> Fill:
     draw = initial_draw(model, seed)
 
     def fill(name: str, parameter: Tensor) -> Tensor:
-        out = torch.empty_like(parameter, device=device, requires_grad=False)
+        # Not like it: to make that of a tensor without memory, PyTorch imports sympy.
+        out = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         draw(name, out)
         return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -30,7 +31,7 @@ from outsize.schedule.starting import Filling
 from outsize.search.pipeline_cuts import composed
 from outsize.simulate import Forecast
 from outsize.simulate.costs import Costs, Facts, facts_of
-from outsize.simulate.fake import FakeMode
+from outsize.simulate.kept import kept
 from outsize.simulate.rehearse import bare, nowhere, rehearse, splits_of, stacked
 from outsize.simulate.sample import Sample, expand, sample
 
@@ -193,6 +194,13 @@ def _largest(plan: Plan) -> int:
 
 def facts_of_model(config: DecoderConfig, request: PlanRequest) -> Facts:
     """What the placement of plans needs of a native decoder."""
+    facts = kept(Facts, (config, request), partial(_facts, config, request))
+    return known_of(request, facts)
+
+
+def _facts(config: DecoderConfig, request: PlanRequest) -> Facts:
+    from outsize.simulate.fake import FakeMode
+
     segments = len(config.layers) + 2
     mesh = request.mesh.having(data=1, pipeline=1)
     exact = tuple(name for name in request.approximate if name != PARTIAL)
@@ -204,8 +212,7 @@ def facts_of_model(config: DecoderConfig, request: PlanRequest) -> Facts:
     )  # fmt: skip
     job_of, _ = native_makers(config, replace(request, clip=None))
     with FakeMode():
-        facts = facts_of(job_of(plan, request.ledger()))
-    return known_of(request, facts)
+        return facts_of(job_of(plan, request.ledger()))
 
 
 def known_of(request: PlanRequest, facts: Facts) -> Facts:
@@ -253,5 +260,7 @@ class Forecaster:
         key = (bare(chosen.plan), chosen.config.layers, bounds, splits)
         if key not in self._known:
             makers = native_makers(chosen.config, self.request, bounds)
-            self._known[key] = rehearse(chosen.plan, *makers, splits, self.request.ledger)
+            find = partial(rehearse, chosen.plan, *makers, splits, self.request.ledger)
+            about = chosen.config, self.request, chosen.plan, bounds, splits
+            self._known[key] = kept(Costs, about, find)
         return self._known[key]

@@ -26,7 +26,6 @@ from outsize.schedule import Action, Kind, Lane, Schedule, State
 from outsize.schedule.pipelined import order_of
 from outsize.simulate.costs import COPIED, PARTS, ActionCost, Costs, Moved, Said, facts_of, moved
 from outsize.simulate.counter import Counter, Work
-from outsize.simulate.fake import FakeMode
 
 
 def rehearse(
@@ -44,6 +43,8 @@ def rehearse(
     splits: `splits_of` the plan for which this one stands. ledger_of: what counts, as the device
     does that the job is made for.
     """
+    from outsize.simulate.fake import FakeMode
+
     splits = splits_of(plan) if splits is None else splits
     own, rows = plan.own_rows, plan.microbatch_size
     left = own % rows if plan.microbatches == -(-own // rows) else 0

@@ -16,10 +16,17 @@ from torch import Tensor
 import outsize
 from outsize.decode.generate import Request
 from outsize.decode.samplers import Sampling
+from outsize.hardware import catalogue
 from outsize.kernels import native
 from outsize.models.build import build
 from outsize.models.families import parse
+from outsize.optim import AdamW
+from outsize.plan import Plan, Precision
+from outsize.plan.plan import per_segment
 from outsize.registry import Registry
+from outsize.search import PlanRequest
+from outsize.search import request as requests
+from outsize.search.request import Forecaster
 from outsize.simulate import kept as keeping
 from outsize.simulate.kept import kept
 from outsize.simulate.tokens import Held, Needs, needs, resident
@@ -131,6 +138,23 @@ def test_old_files_go(folder, held, monkeypatch) -> None:
     for number in range(9):
         kept(Needs, number, lambda: FOUND)
     assert len(list(folder.iterdir())) <= 4
+
+
+def test_costs_and_facts_of_a_plan_come_back_equal(folder, monkeypatch) -> None:
+    monkeypatch.setattr(requests, "kept", kept)
+    config = parse({**MODEL, "num_hidden_layers": 2})
+    request = PlanRequest(2, 16, Precision.named("float32"), AdamW(), documents=(0, 16))
+
+    def found() -> object:
+        facts = requests.facts_of_model(config, request)
+        plan = Plan(4, per_segment(4), 2, 1, 16)
+        return facts, Forecaster(config, request, catalogue("A100-SXM-80"), facts).costs(plan)
+
+    first = found()
+    assert len(list(folder.iterdir())) == 2
+    for name in ("rehearse", "_facts"):
+        monkeypatch.setattr(requests, name, lambda *_: pytest.fail("rehearsed again"))
+    assert found() == first
 
 
 def test_the_second_start_rehearses_nothing(tmp_path) -> None:

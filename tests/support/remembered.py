@@ -103,6 +103,8 @@ def remember(folder: Path, patch: pytest.MonkeyPatch) -> None:
     about: dict[object, object] = {}
     plain_facts = planner.facts_of_model
     patch.setattr(planner, "facts_of_model", facts)
+    # They are remembered here, with what tests make smaller.
+    patch.setattr(requests, "kept", lambda kind, key, find: find())
     for module in (requests, planner):
         patch.setattr(module, "native_makers", makers)
         patch.setattr(module, "rehearse", rehearsed)
