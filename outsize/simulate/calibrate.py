@@ -2,19 +2,22 @@
 
 Rates of a machine predict a step that cannot be run; where a block can be, it is better asked. A
 model with one layer of each sort that the plan has, and the whole prologue and epilogue, makes a
-few steps of one microbatch each, within the plan's budget and from its tiers; what its actions
-compute stands for all their like. What moves between tiers takes what their rates say.
+few steps of one microbatch each, on all workers of the plan at once, from its tiers; what its
+actions compute and say to each other stands for all their like. So a worker has what it will have:
+its rows, its part of every weight, cores that others use too. What moves between tiers takes what
+their rates say. Pipelines are for outsize/simulate/worker_profile.py.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
-from statistics import median
+from statistics import mean, median
 
 from outsize import accelerator
+from outsize.collectives.world import told
 from outsize.data import Batch
 from outsize.memory.allocator import meter
 from outsize.memory.ledger import OverBudget
@@ -33,60 +36,51 @@ from outsize.simulate.sample import Sample, sample
 from outsize.simulate.state_bytes import below
 
 WARM, COUNTED = 1, 3  # steps; the first of a process pays for page faults and kernel set-up
+MEASURED = (Lane.COMPUTE, Lane.HOST, Lane.NETWORK)
 StoresOf = Callable[[Plan, Mapping[str, int]], AbstractContextManager[Mapping[str, Store]]]
-Times = Mapping[tuple[str, int], float]  # seconds by kind of action and segment of the sample
+Batches = Callable[[int], Batch]  # of so many rows
+Name = tuple[str, str, int]  # lane, label and stage of an action
+Times = Mapping[Name, float]  # seconds; stages are the sample's
 
 
 def calibrate(
     made: Forecast,
     config: DecoderConfig,
     recipe: Recipe,
-    batch_of: Callable[[int], Batch],
+    batch_of: Batches,
     stores_of: StoresOf,
     device: str = "cpu",
 ) -> Forecast:
-    """The forecast with times measured on this machine instead of computed from rates; as it is
-    where one block of each sort does not fit the budget.
+    """The forecast of one worker with times measured on this machine instead of computed from
+    rates; as it is where one block of each sort does not fit the budget.
 
     batch_of(rows): real rows, for their documents decide what attention costs. stores_of: the tiers
     below of a plan that rests so many bytes on them. Holds one block of each sort, the prologue and
     the epilogue with their states while it runs.
     """
-    chosen = _sample(made, config)
+    chosen = blocks(made.plan, config)
     resting = below(made.placements[0], {}, {chosen.stands.index(i) for i in set(chosen.stands)})
+    where, budget = accelerator.named(device), made.plan.budget
     try:
         with stores_of(chosen.plan, resting) as stores:
-            model = build(chosen.config, seed=0, device=device)
-            where, budget = accelerator.named(device), made.plan.budget
             kept = accelerator.reserved(where)
             ledger = None if budget is None else meter(where, budget, reserved=kept)
             here = Here(ledger=ledger, stores=stores)
-            with closing(make_job(NativeModel(model), chosen.plan, recipe, here)) as job:
-                times = _measure(job, batch_of(chosen.plan.rows))
+            times = timed(chosen, recipe, batch_of, here, device)
     except OverBudget:
         return made
-    share = made.parameters / sum(chunk.table.numel for chunk in job.chunks)
-    known = {(e.lane, e.kind, e.stage, e.part): e.end - e.start for e in made.trace.events}
-
-    def seconds(_: int, action: Action) -> float:
-        if action.lane not in (Lane.COMPUTE, Lane.HOST):
-            return known[action.lane.value, action.label, action.stage, action.part]
-        if action.kind is Kind.NORM:
-            return times[action.kind, WHOLE] * share
-        stage = made.plan.stages[action.stage]
-        whole = sum(times[action.kind, chosen.stands[i]] for i in range(stage.first, stage.last))
-        if action.part == WHOLE:
-            return whole
-        return whole / len(made.placements[0].items.pieces[action.stage])
-
-    trace = play(made.schedule, made.static, seconds)
-    return replace(made, trace=trace, seconds=trace.span())
+    return retimed(made, chosen, times)
 
 
-def _sample(made: Forecast, config: DecoderConfig) -> Sample:
-    """One layer of each sort, whose states rest where those of the first of its sort do."""
-    chosen = sample(config, replace(made.plan, rows=made.plan.microbatch_rows, row_shares=()))
-    rest = {i: stage.rest for stage in made.plan.stages for i in range(stage.first, stage.last)}
+def blocks(plan: Plan, config: DecoderConfig) -> Sample:
+    """One layer of each sort, whose states rest where those of the first of its sort do, in one
+    microbatch of each worker."""
+    spans = (plan.rows_of(0, place) for place in range(plan.mesh.rows))
+    counts = tuple(stop - start for start, stop in spans)
+    shares = counts if plan.row_shares else ()
+    one = replace(plan, rows=sum(counts), microbatch_rows=max(counts), row_shares=shares)
+    chosen = sample(config, one)
+    rest = {i: stage.rest for stage in plan.stages for i in range(stage.first, stage.last)}
     first = (rest[chosen.stands.index(place)] for place in range(len(chosen.plan.stages)))
     stages = (
         replace(stage, rest=replace(one, activations=DEVICE))
@@ -96,16 +90,68 @@ def _sample(made: Forecast, config: DecoderConfig) -> Sample:
     return replace(chosen, plan=replace(chosen.plan, stages=tuple(stages), stream=stream))
 
 
-def _measure(job: Job, batch: Batch) -> Times:
-    """Median seconds of a step's actions that compute; of an update, of all its parts."""
-    runs: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for step in range(WARM + COUNTED):
+def timed(
+    chosen: Sample, recipe: Recipe, batch_of: Batches, here: Here, device: str = "cpu"
+) -> Times:
+    """Seconds of the actions of a sample's step: of an update, of all its parts; of NORM, of one
+    parameter. Every worker of the plan calls it, and all have the same."""
+    plan, world = chosen.plan, here.world
+    start, stop = plan.rows_at(plan.mesh.rows_index(world.rank))
+    model = build(chosen.config, seed=0, device=device)
+    with closing(make_job(NativeModel(model), plan, recipe, here)) as job:
+        numel = sum(chunk.table.numel for chunk in job.chunks)
+        steps = _steps(job, batch_of(stop - start))
+    names = sorted(steps[0])
+    said = told(world, [step[name] for step in steps for name in names])
+    found = {
+        name: agreed(name, [each[place :: len(names)] for each in said])
+        for place, name in enumerate(names)
+    }
+    return {n: found[n] / numel if n[1] == Kind.NORM else found[n] for n in names}
+
+
+def _steps(job: Job, batch: Batch) -> list[dict[Name, float]]:
+    """By step, seconds of each action: of the passes of one microbatch, of all parts."""
+    steps = []
+    for _ in range(WARM + COUNTED):
         job.step(batch, lr=0.0)
         job.ledger = None  # it has looked at the first step
-        found: dict[tuple[str, int], float] = defaultdict(float)
+        runs: dict[tuple[Name, int], list[float]] = defaultdict(list)
         for event in job.report.trace.events:
-            if event.lane in (Lane.COMPUTE, Lane.HOST):
-                found[event.kind, event.stage] += event.end - event.start
-        for key, value in found.items() if step >= WARM else ():
-            runs[key].append(value)
-    return {key: median(values) for key, values in runs.items()}
+            if event.lane in MEASURED:
+                name = (str(event.lane), event.kind, event.stage)
+                runs[name, event.part].append(event.end - event.start)
+        found: dict[Name, float] = defaultdict(float)
+        for (name, _), seconds in runs.items():
+            found[name] += mean(seconds)  # parameters come for each of a stage's passes
+        steps.append(dict(found))
+    return steps[WARM:]
+
+
+def agreed(name: Name, seconds: Sequence[Sequence[float]]) -> float:
+    """Seconds of an action, from those of each worker by step. They wait for the slowest. Whoever
+    comes last to where all meet waits for nobody: he has the time that it takes."""
+    lane, label, _ = name
+    if lane == Lane.NETWORK or label == Kind.NORM:
+        return float(median(map(min, zip(*seconds, strict=True))))
+    return max(map(median, seconds))
+
+
+def retimed(made: Forecast, chosen: Sample, times: Times) -> Forecast:
+    """A forecast, but no pipeline's, with the times of its sample's actions."""
+    known = {(e.lane, e.kind, e.stage, e.part): e.end - e.start for e in made.trace.events}
+
+    def seconds(_: int, action: Action) -> float:
+        lane, label = action.lane.value, action.label
+        if action.lane not in MEASURED:
+            return known[lane, label, action.stage, action.part]
+        if action.kind is Kind.NORM:
+            return times[lane, label, WHOLE] * made.parameters
+        stage = made.plan.stages[action.stage]
+        whole = sum(times[lane, label, chosen.stands[i]] for i in range(stage.first, stage.last))
+        if action.part == WHOLE:
+            return whole
+        return whole / len(made.placements[0].items.pieces[action.stage])
+
+    trace = play(made.schedule, made.static, seconds)
+    return replace(made, trace=trace, seconds=trace.span())

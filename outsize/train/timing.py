@@ -1,9 +1,9 @@
 """Step times measured instead of computed from rates, before a run starts, where that is quick.
 
-One worker times blocks and, left free to choose, tries one thread too: small models on a busy
-machine run faster on it. Of a pipeline the first worker times the actions of one worker alone while
-the others wait. Then 1, 2, ... of them compute at once, for the pace of each; how they share the
-cores of the machine in a step is simulated with that.
+All workers time blocks at once. One alone that is left free to choose tries one thread too: small
+models on a busy machine run faster on it. Of a pipeline the first worker times the actions of one
+worker alone while the others wait. Then 1, 2, ... of them compute at once, for the pace of each;
+how they share the cores of the machine in a step is simulated with that.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from outsize.data import Batch, TrainStream
 from outsize.hardware.host import cores
 from outsize.launch import WorkerGroup
 from outsize.models.config import DecoderConfig
+from outsize.models.dropout import Noise
 from outsize.plan import DISK, FILES, Plan, from_yaml, to_yaml
 from outsize.runtime.method import method_of
+from outsize.runtime.recipe import Here
 from outsize.simulate import Forecast
-from outsize.simulate.calibrate import COUNTED, WARM, calibrate
+from outsize.simulate.calibrate import COUNTED, WARM, Times, blocks, calibrate, retimed, timed
 from outsize.simulate.shared_cores import ROUNDS, on_cores, paces
 from outsize.simulate.worker_profile import COUNTED as TIMED
 from outsize.simulate.worker_profile import TURNS, Durations, durations, work
@@ -39,7 +41,7 @@ from outsize.train.tiers import opened
 
 TRIAL_SECONDS = 30.0  # a calibration that the machine's rates predict to take longer is left out
 FASTER = 0.9  # of the time with all threads: one thread must be so much faster to be taken
-PACES = "paces"  # what the first worker tells the others before they compute at once
+TRIAL = "trial"  # what the first worker tells the others before they compute at once
 NOTHING = ""  # where they need not
 PACING_SECONDS = 0.8  # of computing at once, where work is short
 LONG_SECONDS = 10.0  # computing at once that would take longer is left out
@@ -48,14 +50,16 @@ LONG_SECONDS = 10.0  # computing at once that would take longer is left out
 def calibrated(setup: Setup, stream: TrainStream, worker_group: WorkerGroup) -> Setup:
     """The same with step times measured on blocks of each sort. The first of several workers calls
     it, the others `keep_pace`."""
-    plan = setup.plan
+    plan, made = setup.plan, setup.forecast
     special = not method_of(plan.approximate).rehearsed
+    trial = made.seconds / plan.microbatches * (WARM + COUNTED)
     # What streams may not fit all at once; jobs of other kinds do other things in a step.
-    if setup.forecast.ranks and not (setup.forecast.below or special or _takes_long(setup)):
-        return _of_pipeline(setup, stream.batch(0), worker_group)
+    if plan.mesh.size > 1 and not (made.below or special):
+        if made.ranks and not _takes_long(setup):
+            return _of_pipeline(setup, stream.batch(0), worker_group)
+        if not made.ranks and worker_group.post is not None and trial <= TRIAL_SECONDS:
+            return _of_all(setup, stream.batch(0), worker_group)
     no_pace(worker_group)
-    trial = setup.forecast.seconds / plan.microbatches * (WARM + COUNTED)
-    # Among several, times depend on the others too.
     if special or trial > TRIAL_SECONDS or plan.mesh.size > 1 or not _has_room(setup):
         return setup
     return _alone(setup, stream.batch(0))
@@ -93,6 +97,18 @@ def _timed(setup: Setup, batch: Batch) -> Forecast:
         partial(opened, setup.tiers, device=setup.device, tell=str),  # the run itself says it
         setup.device.type,
     )
+
+
+# -- several workers -------------------------------------------------------------------------------
+
+
+def _of_all(setup: Setup, batch: Batch, worker_group: WorkerGroup) -> Setup:
+    """Of a mesh without a pipeline: all have the same actions, each its part of the work."""
+    chosen = blocks(setup.plan, setup.subject.config)
+    rows = _Rows.of(batch.rows(0, chosen.plan.own_rows))
+    trial = Blocks(*_subject(setup, setup.plan), vars(rows), setup.device.type)
+    times = _together(trial, worker_group)
+    return replace(setup, forecast=retimed(setup.forecast, chosen, times))
 
 
 # -- pipelines -------------------------------------------------------------------------------------
@@ -136,45 +152,108 @@ def repeated(batch: Batch, rows: int) -> Batch:
     return batch.changed(lambda x_BS: x_BS[places], bounds, batch.noise)
 
 
-# -- paces -----------------------------------------------------------------------------------------
+# -- what all do at once ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Pacing:
-    """How all workers compute at once. directory: of the model, None for a preset. window, rounds:
-    as shared_cores.paces has them."""
+class Subject:
+    """What all workers try. directory: of the model, None for a preset."""
 
     values: str
     plan: str
     directory: str | None
-    window: float
-    rounds: int
 
-    def measured(self, worker_group: WorkerGroup) -> tuple[float, ...]:
-        """The paces. Every worker calls it."""
-        worker_group.pulse.at("measuring paces")
+    def resolved(self) -> tuple[Resolved, Plan, DecoderConfig]:
+        """The run's values, its plan and its model. Sets the run's number of threads."""
         resolved = apply_text(Resolved(), self.values, "rank 0")
         torch.set_num_threads(resolved.get("threads"))
         if self.directory is None:
             config = subject(resolved)[1].config
         else:
             config = read_config(Path(self.directory))
-        plan = from_yaml(self.plan)
+        return resolved, from_yaml(self.plan), config
+
+
+def _subject(setup: Setup, plan: Plan) -> tuple[str, str, str | None]:
+    """The fields of a Subject."""
+    directory = setup.subject.directory
+    where = None if directory is None else str(directory.resolve())
+    return setup.resolved.to_yaml(), to_yaml(plan), where
+
+
+@dataclass(frozen=True)
+class Pacing(Subject):
+    """How all workers compute at once. window, rounds: as shared_cores.paces has them."""
+
+    window: float
+    rounds: int
+
+    def measured(self, worker_group: WorkerGroup) -> tuple[float, ...]:
+        """The paces. Every worker calls it."""
+        worker_group.pulse.at("measuring paces")
+        resolved, plan, config = self.resolved()
         doing = work(plan, config, recipe_of(resolved.config).optimizer, _rows_of(plan, config))
         return paces(worker_group.world, doing, self.window, self.rounds)
 
 
+@dataclass(frozen=True)
+class Blocks(Subject):
+    """Blocks of each sort as all workers of a plan compute them. rows: fields of _Rows, those of
+    the step that its largest microbatch has. device: its type."""
+
+    rows: dict[str, Any]
+    device: str
+
+    def measured(self, worker_group: WorkerGroup) -> Times:
+        """Seconds of their actions. Every worker calls it."""
+        worker_group.pulse.at("timing blocks")
+        resolved, plan, config = self.resolved()
+        chosen, batch = blocks(plan, config), _Rows(**self.rows).batch()
+        here = Here(worker_group.world, at=worker_group.pulse.at)
+        recipe = recipe_of(resolved.config)
+        return timed(chosen, recipe, lambda count: batch.rows(0, count), here, self.device)
+
+
+TRIALS = {one.__name__: one for one in (Pacing, Blocks)}
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A batch as words have it. Weights are left out, which change no time."""
+
+    ids: list[list[int]]
+    targets: list[list[int]]
+    bounds: list[tuple[int, ...]]
+    noise: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, batch: Batch) -> _Rows:
+        noise = None if batch.noise is None else vars(batch.noise)
+        return cls(batch.ids_BS.tolist(), batch.targets_BS.tolist(), list(batch.bounds), noise)
+
+    def batch(self) -> Batch:
+        noise = None if self.noise is None else Noise(**self.noise)
+        bounds = tuple(map(tuple, self.bounds))
+        return Batch(torch.tensor(self.ids), torch.tensor(self.targets), bounds, noise)
+
+
+def _together(trial: Any, worker_group: WorkerGroup) -> Any:
+    """What is measured once the others have been told to do the same."""
+    worker_group.told(TRIAL, lambda: json.dumps([type(trial).__name__, vars(trial)]))
+    return trial.measured(worker_group)
+
+
 def keep_pace(worker_group: WorkerGroup) -> None:
     """Compute when the first worker asks all to; for the others."""
-    text = worker_group.told(PACES, lambda: NOTHING)
+    text = worker_group.told(TRIAL, lambda: NOTHING)
     if text != NOTHING:
-        said: dict[str, Any] = json.loads(text)
-        Pacing(**said).measured(worker_group)
+        name, said = json.loads(text)
+        TRIALS[name](**said).measured(worker_group)
 
 
 def no_pace(worker_group: WorkerGroup) -> None:
-    """Tell the others that paces are not measured."""
-    worker_group.told(PACES, lambda: NOTHING)
+    """Tell the others that nothing is measured."""
+    worker_group.told(TRIAL, lambda: NOTHING)
 
 
 def _paces(setup: Setup, known: Durations, worker_group: WorkerGroup) -> tuple[float, ...]:
@@ -187,16 +266,11 @@ def _paces(setup: Setup, known: Durations, worker_group: WorkerGroup) -> tuple[f
         no_pace(worker_group)
         return ()
     rounds = max(1, min(ROUNDS, int(PACING_SECONDS / once)))
-    directory = setup.subject.directory
-    said = Pacing(
-        setup.resolved.to_yaml(),
-        to_yaml(setup.plan),
-        None if directory is None else str(directory.resolve()),
-        PACING_SECONDS / rounds / size,
-        rounds,
+    window = PACING_SECONDS / rounds / size
+    found: tuple[float, ...] = _together(
+        Pacing(*_subject(setup, setup.plan), window, rounds), worker_group
     )
-    worker_group.told(PACES, lambda: json.dumps(vars(said)))
-    return said.measured(worker_group)
+    return found
 
 
 def _rows_of(plan: Plan, config: DecoderConfig) -> Callable[[int], Batch]:
