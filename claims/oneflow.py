@@ -157,7 +157,7 @@ def main() -> None:
         f" step, {min(many):.2f} to {max(many):.2f} with {MANY * SEQUENCE:,}, where a loss over cut"
         " classes takes longer",
         f"{DEVICES} V100 of 16 GB, 12 blocks of 512 features before {CLASSES[0]:,} to"
-        f" {CLASSES[-1]:,} classes, rows of {SEQUENCE} tokens, float32 at half the peak of float16",
+        f" {CLASSES[-1]:,} classes, rows of {SEQUENCE} tokens, float32 at 15.7 TFLOP/s",
         Figure(
             "conversions whose bytes are those of their layouts", right, len(CONVERSIONS), "", 0.0
         ),

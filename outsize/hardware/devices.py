@@ -97,7 +97,8 @@ def _tpu(name: str, bf16: float, int8: float, gib: float, gigabytes: float, both
 
 
 def _volta(memory: float) -> Row:
-    peak = {"fp16": Span(125)}
+    # NVIDIA Tesla V100 data sheet, 2018; tensor cores take no float32.
+    peak = {"fp16": Span(125), "fp32": Span(15.7, note="NVIDIA Tesla V100 data sheet, 2018")}
     nodes = Span(1.6, 6, "1 to 4 links of 100 Gb/s for 8 devices")
     fabric = ("nvlink", Span(150))
     return Row(peak, Span(memory), Span(0.90), fabric, nodes, note="no bf16", watts=300)

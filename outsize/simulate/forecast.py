@@ -375,7 +375,9 @@ def _attention_rate(device: Device, direction: str, dtype: str) -> float:
 
 
 def _peak(device: Device, name: str) -> float:
-    """The catalogue's peak; a dtype it does not list at half of the slowest it does."""
+    """The catalogue's peak; a dtype it does not list at half of the slowest it does, of 16 bits or
+    fewer where there are: those of 32 are another unit's."""
     if name in device.peak:
         return device.peak[name].value
-    return min(rate.value for rate in device.peak.values()) / 2
+    few = [rate.value for dtype, rate in device.peak.items() if dtype != "fp32"]
+    return min(few or [rate.value for rate in device.peak.values()]) / 2

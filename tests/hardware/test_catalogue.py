@@ -6,6 +6,8 @@ import pytest
 
 from outsize.errors import OutsizeError
 from outsize.hardware import catalogue, names
+from outsize.simulate.counter import Work
+from outsize.simulate.forecast import duration
 
 # name: bf16 (fp16 for V100) TF, fp8 TF, GB, TB/s, fabric GB/s, nodes GB/s (lower ends)
 TABLE = {
@@ -62,6 +64,16 @@ def test_row(name: str) -> None:
         assert device.watts.unit == "W" and 50 < device.watts.value < 2000
     assert (device.kind == "systolic") == (device.array > 0)
     assert (device.kind == "pim") == (device.banks is not None)
+
+
+@pytest.mark.parametrize("name", ["V100-SXM2-16", "V100-SXM2-32"])
+def test_float32_of_a_v100_is_that_of_its_sheet(name: str) -> None:
+    """Not of its tensor cores, which take 16 bits. Bits that its sheet lacks are of those."""
+    (device,) = catalogue(name, count=8).devices
+    work = Work(products={(8192, 8192, 8192, "float32"): 1})
+    assert duration(work, device) == pytest.approx(2 * 8192**3 / 15.7e12)
+    work = Work(products={(8192, 8192, 8192, "bfloat16"): 1})
+    assert duration(work, device) == pytest.approx(2 * 8192**3 / 62.5e12)
 
 
 def test_table_is_complete() -> None:
