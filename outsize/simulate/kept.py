@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
-import pickle
+import importlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +35,9 @@ _PACKAGE = Path(__file__).parent.parent
 _FOLDER = "rehearsed"
 _MOST = 512  # files, a few KB each; then the older half goes
 _SOURCES = (".py", ".cpp", ".h")
+_PLAIN = frozenset({type(None), bool, int, float, str})
+_MANY = (tuple, list, set, frozenset)
+_NAMED = MappingProxyType({kind.__name__: kind for kind in _MANY})
 _FACTS = (int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size)
 
 
@@ -50,8 +53,8 @@ def kept(kind: type[T], key: object, find: Callable[[], T]) -> T:
         return known
     found = find()
     if path is not None:
-        with contextlib.suppress(OSError):  # then the next start finds it again
-            native.keep(pickle.dumps(found), path)
+        with contextlib.suppress(OSError, _Silent):  # then the next start finds it again
+            native.keep(json.dumps(_told(found)).encode(), path)
             _prune(path.parent)
     return found
 
@@ -117,32 +120,75 @@ def _name(value: type | FunctionType) -> str:
     return name
 
 
+# -- files -----------------------------------------------------------------------------------------
+
+
+def _told(value: Any) -> Any:
+    """As JSON: what JSON lacks is a list that begins with what it is."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind in _MANY:
+        return [kind.__name__, *map(_told, value)]
+    if kind is dict:
+        return ["dict", *([_told(key), _told(one)] for key, one in value.items())]
+    if isinstance(value, torch.dtype):
+        return ["dtype", str(value).removeprefix("torch.")]
+    if isinstance(value, Enum):
+        return ["enum", _name(kind), value.name]
+    if isinstance(value, str):  # of a class whose values are known by their text
+        return ["word", _name(kind), str(value)]
+    if isinstance(value, tuple):  # one with names
+        return ["named", _name(kind), *map(_told, value)]
+    if is_dataclass(value):
+        return ["made", _name(kind), *(_told(getattr(value, f.name)) for f in fields(value))]
+    raise _Silent
+
+
 def _read(kind: type[T], path: Path) -> T | None:
     content = native.whole(path)
     if content is None:
         return None
     try:
-        found = _Reader(io.BytesIO(content)).load()
-    except (pickle.UnpicklingError, ImportError, AttributeError, TypeError, ValueError, EOFError):
+        found = _made(json.loads(content))
+    except (ValueError, ImportError, AttributeError, TypeError, KeyError, IndexError):
         return None
     return found if isinstance(found, kind) else None
 
 
-class _Reader(pickle.Unpickler):
-    """Of values of this package's classes alone."""
+def _made(told: Any) -> Any:
+    if not isinstance(told, list):
+        return told
+    kind, *rest = told
+    if kind in _NAMED:
+        return _NAMED[kind](map(_made, rest))
+    if kind == "dict":
+        return {_made(key): _made(value) for key, value in rest}
+    if kind == "dtype":
+        found = getattr(torch, rest[0])
+        if isinstance(found, torch.dtype):
+            return found
+    own, told = _class(rest[0]), rest[1:]
+    if kind == "enum" and issubclass(own, Enum):
+        return own[told[0]]
+    if (kind == "word" and issubclass(own, str)) or (kind == "named" and issubclass(own, tuple)):
+        return own(*map(_made, told))
+    if kind == "made" and is_dataclass(own):
+        value = object.__new__(own)
+        for field, one in zip(fields(own), told, strict=True):
+            object.__setattr__(value, field.name, _made(one))
+        return value
+    raise ValueError(kind)
 
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch":  # a dtype says its name
-            found: Any = getattr(torch, name, None)
-            if isinstance(found, torch.dtype):
-                return found
-        elif module.partition(".")[0] == "outsize" and "." not in name:
-            found = super().find_class(module, name)
-            if isinstance(found, type) and found.__module__ == module:
-                return found
-        elif (module, name) == ("builtins", "frozenset"):
-            return frozenset
-        raise pickle.UnpicklingError(f"{module}.{name} is not expected here")
+
+def _class(name: str) -> Any:
+    """A class of this package."""
+    module, _, own = name.rpartition(".")
+    if module.partition(".")[0] == "outsize":
+        found = getattr(importlib.import_module(module), own)
+        if isinstance(found, type) and found.__module__ == module:
+            return found
+    raise ValueError(name)
 
 
 def _prune(folder: Path) -> None:

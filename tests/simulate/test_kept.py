@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -102,8 +102,13 @@ def test_a_damaged_file_and_one_of_foreign_classes_are_found_anew(folder, held) 
         path.write_bytes(damage)
         assert kept(Needs, held, lambda: replace(FOUND, work=9)).work == 9
         assert kept(Needs, held, never).work == 9
-    for other in (Path("x"), subprocess.run, 3, Sampling()):
-        native.keep(pickle.dumps(other), path)
+    foreign = (
+        3, ["made", "pathlib.Path", "x"], ["made", "outsize.simulate.kept.Path", "x"], [], ["enum"],
+        ["made", "subprocess.Popen", "true"], ["made", "outsize.simulate.tokens.Needs", 1],
+        ["made", "outsize.decode.samplers.Sampling", 1.0, 1, 1.0, 0.0, 0], ["dtype", "load"],
+    )  # fmt: skip
+    for other in foreign:
+        native.keep(json.dumps(other).encode(), path)
         assert kept(Needs, held, lambda: FOUND) == FOUND
 
 
