@@ -20,8 +20,10 @@ from outsize.models.families import parse
 from outsize.models.presets import PRESETS
 from outsize.optim import AdamW
 from outsize.plan import Precision
-from outsize.search import PlanRequest, choose, forecaster_of, thresholds, tradeoffs
+from outsize.search import PlanRequest, choose, forecaster_of
+from outsize.search.thresholds import thresholds
 from outsize.search.tiers import states
+from outsize.search.tradeoffs import tradeoffs
 
 PAGE = Path(__file__).parent.parent / "docs" / "memory.md"
 BEGIN, END = "<!-- tools/ladder.py begins -->", "<!-- tools/ladder.py ends -->"

@@ -20,7 +20,7 @@ from enum import Enum
 from functools import cache
 from pathlib import Path
 from types import FunctionType, MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -174,7 +174,7 @@ def _made(told: Any) -> Any:
     if (kind == "word" and issubclass(own, str)) or (kind == "named" and issubclass(own, tuple)):
         return own(*map(_made, told))
     if kind == "made" and is_dataclass(own):
-        value = object.__new__(own)
+        value: Any = object.__new__(cast(type, own))
         for field, one in zip(fields(own), told, strict=True):
             object.__setattr__(value, field.name, _made(one))
         return value
