@@ -27,7 +27,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     rate = Rate(1e9, "B/s", "probe", "2026-11-26")
     monkeypatch.setattr(measure, "CPU_SHAPES", ((8, 8, 8),))
     monkeypatch.setattr(measure, "bandwidth", lambda *_: rate)
-    monkeypatch.setattr(measure, "fill", lambda *_: rate)
     monkeypatch.setattr(measure, "COPIED", 4096)
     monkeypatch.setattr(disk, "disk_rates", lambda *_: (rate, rate))
     monkeypatch.setattr(probing, "SIZES", SMALL)
