@@ -54,13 +54,13 @@ def roundoff(dtype: str) -> float:
 
 class Rounding(DispatchMode):
     """Moves every result while it is entered. precision: the one that is meant; another seed moves
-    them in other ways."""
+    them in other ways. side: to which one looks from a border, -1 or 1."""
 
     def __init__(self, precision: Precision, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.compute = roundoff(precision.compute)
         self.master = roundoff(precision.master or precision.compute)
-        self.unit = self.compute
+        self.unit, self.side = self.compute, 2 * (seed % 2) - 1
         self.generator = torch.Generator().manual_seed(seed)
         self.computes: dict[Any, bool] = {}  # by operator, once it was met
 

@@ -15,9 +15,10 @@ from outsize.kernels.blockwise import table
 from outsize.optim import SGD, AdamW, Muon, Optimizer
 from outsize.optim.optimizer import Apart, Rates
 from outsize.techniques.optim.adamw8bit import AdamW8Bit
-from outsize.verify.rounding import Rounding, at, roundoff
+from outsize.verify.rounding import SUMS, Rounding, at, roundoff
 
 Update = Callable[[float], None]  # with a learning rate
+NEAR = 64 * SUMS  # of a moment: what rounding in float32 brings it to the other side of a border by
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def _own(optimizer: Optimizer, weights: Mapping[str, Tensor], rounding: Rounding
         case Muon():
             return _muon(optimizer, weights, rounding)
         case AdamW8Bit():
-            return _in_8_bits(optimizer, weights)
+            return _in_8_bits(optimizer, weights, rounding)
     return _itself(optimizer, weights, optimizer.weight_decay, None)
 
 
@@ -235,8 +236,13 @@ def _direction(matrix: Tensor, iterations: int) -> Tensor:
     return x
 
 
-def _in_8_bits(optimizer: AdamW8Bit, weights: Mapping[str, Tensor]) -> Update:
-    """AdamW, of whose moments each update finds what 8 bits have kept."""
+def _in_8_bits(
+    optimizer: AdamW8Bit, weights: Mapping[str, Tensor], rounding: Rounding | None
+) -> Update:
+    """AdamW, of whose moments each update finds what 8 bits have kept. What lies so near to the
+    border of two codes that rounding decides which it has, has the lower one in one moved run and
+    the upper one in the next: few such numbers would be met by chance in few runs."""
+    lean = 1.0 + (0.0 if rounding is None else rounding.side * NEAR)
     block, (one, two) = optimizer.settings.block, optimizer.rest.betas
     kept: dict[str, tuple[int, Tensor, Tensor]] = {}
 
@@ -252,16 +258,20 @@ def _in_8_bits(optimizer: AdamW8Bit, weights: Mapping[str, Tensor]) -> Update:
             with torch.no_grad():
                 weight.mul_(1 - rate * optimizer.weight_decay)
                 weight.sub_(rate / (1 - one**step) * mean / deviation)
-            kept[name] = step, _rounded(mean, True, block), _rounded(square, False, block)
+            kept[name] = (
+                step,
+                _rounded(mean, True, block, lean),
+                _rounded(square, False, block, lean),
+            )
 
     return update
 
 
-def _rounded(x: Tensor, signed: bool, block: int) -> Tensor:
+def _rounded(x: Tensor, signed: bool, block: int, lean: float) -> Tensor:
     """In 8 bits and back: of every block the largest magnitude, as float32, times a value of the
-    table for each element."""
+    table for each element. lean: by how much each is taken for larger, as a part of it."""
     rows = F.pad(x.flatten(), (0, -x.numel() % block)).view(-1, block)
     scales = rows.abs().amax(1, keepdim=True).float().to(x.dtype)
-    codes = table(signed).codes(rows / scales.where(scales > 0, 1))
+    codes = table(signed).codes(rows / scales.where(scales > 0, 1) * lean)
     values = table(signed).values.to(x.dtype)[codes.int()] * scales
     return values.flatten()[: x.numel()].view(x.shape)
