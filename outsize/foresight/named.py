@@ -36,13 +36,12 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "expert_inner": ("moe_intermediate_size",),
     "dense": ("first_k_dense_replace",),
 }
-STATES: Mapping[str, tuple[str, ...]] = {
-    "state_heads": ("mamba_num_heads",),
-    "state_head": ("mamba_head_dim",),
-    "state": ("ssm_state_size",),
-    "state_groups": ("n_groups",),
-    "expert_hidden": ("moe_latent_size",),
-}
+STATES = (
+    "mamba_num_heads",
+    "mamba_head_dim",
+    "ssm_state_size",
+    "n_groups",
+)  # as Recurrent has them
 WORDS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
 
 
@@ -75,7 +74,11 @@ def from_config(values: Mapping[str, Any], what: str) -> Shape:
     known = (*GATED, *PLAIN, *MIXED)
     if kind not in known:
         raise OutsizeError(f"{what}: model_type {kind!r} is unknown{nearest(kind, known)}")
-    found = {key: value for key in NAMES if (value := _value(values, key, what)) is not None}
+    found = {
+        key: value
+        for key, names in NAMES.items()
+        if (value := _value(values, names, what)) is not None
+    }
     for key in ("layers", "hidden", "heads", "vocab"):
         if key not in found:
             raise OutsizeError(f"{what}: {NAMES[key][0]!r} is missing; expected its number")
@@ -108,24 +111,20 @@ def _mixed(values: Mapping[str, Any], what: str) -> dict[str, Any]:
                 f"{''.join(PARTS)} for each layer"
             )
         pattern = "".join(WORDS[word] for word in words)
-    sizes = [
-        _value(values, key, what) for key in ("state_heads", "state_head", "state", "state_groups")
-    ]
-    if None in sizes and "M" in str(pattern):
-        raise OutsizeError(
-            f"{what}: a layer with a recurrent state needs "
-            "mamba_num_heads, mamba_head_dim, ssm_state_size and n_groups"
-        )
-    said = [size or 0 for size in sizes]
+    sizes = [size for name in STATES if (size := _value(values, (name,), what)) is not None]
+    whole = len(sizes) == len(STATES)
+    if "M" in str(pattern) and not whole:
+        said = f"{', '.join(STATES[:-1])} and {STATES[-1]}"
+        raise OutsizeError(f"{what}: a layer with a recurrent state needs {said}")
     return {
         "pattern": str(pattern),
-        "recurrent": Recurrent(*said) if "M" in str(pattern) else None,
-        "expert_hidden": _value(values, "expert_hidden", what) or 0,
+        "recurrent": Recurrent(*sizes) if whole else None,
+        "expert_hidden": _value(values, ("moe_latent_size",), what) or 0,
     }
 
 
-def _value(values: Mapping[str, Any], key: str, what: str) -> int | None:
-    for name in {**NAMES, **STATES}[key]:
+def _value(values: Mapping[str, Any], names: tuple[str, ...], what: str) -> int | None:
+    for name in names:
         value = values.get(name)
         if value is None:
             continue

@@ -85,7 +85,7 @@ class Served:
             self._product(tokens, *self._cut(inner, out, cut, index), self.precision)
             for index, (inner, out, cut) in enumerate(s.attention)
         )
-        dense = (s.layers - s.parts.routed) / s.layers
+        dense = s.parts.plain / s.layers
         layer = products + dense * self._mlp(tokens, s.d_inner)
         if s.parts.routed:
             layer += s.parts.routed / s.layers * self._experts(tokens)
