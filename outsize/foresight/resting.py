@@ -88,20 +88,34 @@ def seconds(cluster: Cluster, layout: Layout, comes: Mapping[str, float],
     return total
 
 
-def of_microbatch(layout: Layout, parameters: float, activations: float) -> tuple[
+def of_pass(layout: Layout, parameters: float, activations: float, back: bool) -> tuple[
     dict[str, float], dict[str, float]
 ]:  # fmt: skip
-    """(bytes that come, that go) for a microbatch. parameters: of a worker, as they rest."""
+    """(bytes that come, that go) for a microbatch's forward or backward pass. parameters: of a
+    worker, as they rest."""
     at = layout.resting
     comes, goes = dict[str, float](), dict[str, float]()
     if at.weights:
-        gradients = layout.stack.gradients * parameters
-        comes[at.weights] = 2 * stored(layout) * parameters
+        gradients = layout.stack.gradients * parameters if back else 0.0
+        comes[at.weights] = stored(layout) * parameters
         comes[at.weights] += gradients if layout.microbatches > 1 else 0.0
         goes[at.weights] = gradients
     if at.activations:
-        comes[at.activations] = comes.get(at.activations, 0.0) + activations
-        goes[at.activations] = goes.get(at.activations, 0.0) + activations
+        moved = comes if back else goes
+        moved[at.activations] = moved.get(at.activations, 0.0) + activations
+    return comes, goes
+
+
+def of_microbatch(layout: Layout, parameters: float, activations: float) -> tuple[
+    dict[str, float], dict[str, float]
+]:  # fmt: skip
+    """The same for both passes."""
+    one, other = (of_pass(layout, parameters, activations, back) for back in (False, True))
+    tiers = sorted({name for each in (*one, *other) for name in each})
+    comes, goes = (
+        {name: first.get(name, 0.0) + second.get(name, 0.0) for name in tiers}
+        for first, second in zip(one, other, strict=True)
+    )
     return comes, goes
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,14 @@ from click.testing import CliRunner, Result
 from outsize.cli.main import main
 from outsize.collectives import parse_mesh
 from outsize.errors import OutsizeError
-from outsize.foresight.layout import Layout
+from outsize.foresight.layout import Layout, Resting
 from outsize.foresight.named import shape_of
 from outsize.foresight.planning.asked import Asked, Conditions, conditions
 from outsize.foresight.planning.choose import choose
 from outsize.foresight.planning.drawn import drawn
 from outsize.foresight.planning.layouts import STACK
 from outsize.foresight.planning.written import mesh_said, plan_of
+from outsize.foresight.step import held
 from outsize.hardware import catalogue, parse_spec
 from outsize.hardware.form import dumps
 from outsize.plan.file import read_plan
@@ -109,8 +111,7 @@ def test_a_drawn_step_takes_what_the_closed_bound_says(required: str, tmp_path: 
     assert len(passes) == stages * count * plan.layout.chunks
     spread = trace.span() / plan.seconds
     assert 0.99 < spread <= 1 + 1e-9
-    most = max(sum(event.live.values()) for event in trace.events)
-    assert most == pytest.approx(sum(plan.memory.states.values()) + plan.memory.activations)
+    assert trace.peak() == pytest.approx(plan.memory.tensors)
 
 
 def test_the_timeline_is_a_page(tmp_path: Path) -> None:
@@ -119,3 +120,21 @@ def test_the_timeline_is_a_page(tmp_path: Path) -> None:
     assert invoke(*words).exit_code == 0
     text = path.read_text()
     assert "llama3-8b on 8 x H100-SXM" in text and "FORWARD" in text
+
+
+def test_what_passes_a_link_is_drawn_beside_the_passes() -> None:
+    """Of a model on host memory: weights come for each pass and gradients go with the second; the
+    states of an update come and go. No lane has two things at once, and a step is no longer."""
+    shape, cluster = shape_of("llama3-8b"), parse_spec("RTX-4090 + 256GiB host 32GB/s")
+    fixed = Conditions(conditions(("recompute=full", "rows=2"), "--require"))
+    plan = choose(shape, Asked(4096, 16, conditions=fixed), cluster, 1).plans[0]
+    assert plan.layout.resting == Resting("host", "host", "")
+    trace = drawn(shape, cluster, plan)
+    parameters = sum(held(shape, plan.layout))
+    each = plan.layout.microbatches
+    for lane, width in (("fetch", each * (2 + 2 + 4) + 12 + 4), ("evict", each * 4 + 12 + 2)):
+        spans = sorted((e.start, e.end) for e in trace.events if e.lane == lane)
+        assert sum(end - start for start, end in spans) == pytest.approx(width * parameters / 32e9)
+        assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(spans))
+    assert trace.span() == pytest.approx(plan.seconds)
+    assert trace.peak() == pytest.approx(plan.memory.tensors)
