@@ -202,6 +202,7 @@ def _nothing_fits(name: str, shape: Shape, asked: Asked, cluster: Cluster, made:
     near = made.nearest
     assert near is not None
     missing = format_bytes(int(near.memory.process - near.room))
+    has = format_bytes(cluster.groups[0].device.memory_bytes)
     enough = fewest(shape, asked, cluster)
     advice = f"{enough} devices would do" if enough else "expected more memory"
     if cluster.tiers:
@@ -210,7 +211,7 @@ def _nothing_fits(name: str, shape: Shape, asked: Asked, cluster: Cluster, made:
     return (
         f"{name} fits in none of {made.counted} layouts on {cluster.count}"
         f" {cluster.groups[0].device.name}: the nearest ({layout_said(near.layout)}) lacks"
-        f" {missing} beyond {format_bytes(near.room)} of a device; {advice}"
+        f" {missing} beyond {format_bytes(near.room)} of a device's {has}; {advice}"
     )
 
 

@@ -254,7 +254,9 @@ def _said(answer: Answer) -> Iterator[str]:
         yield f"not all were seen within {asked.seconds:g} s; --seconds gives more"
     yield f"MFU: {MFU}, of the devices' dense peak"
     left = format_bytes(int(best.room - best.memory.process))
-    yield f"fits: {left} less than {format_bytes(best.room)}"
+    has = cluster.groups[0].device.memory_bytes
+    spare = f" ({format_bytes(has - best.room)} of the device are left)" if best.room < has else ""
+    yield f"fits: {left} less than {format_bytes(best.room)}{spare}"
     if best.memory.below:
         held = (f"{format_bytes(int(size))} on {tier}" for tier, size in best.memory.below.items())
         yield f"{resting_said(best.layout)}: of each device {', '.join(held)}"

@@ -112,6 +112,22 @@ def test_less_memory_or_a_faster_network_change_the_choice_the_right_way() -> No
     assert small.memory.process <= 40 * 2**30 and small.seconds >= fast.seconds
 
 
+def test_a_choice_leaves_what_bytes_may_be_off_by_unless_memory_is_said() -> None:
+    """Layers are computed again until a twentieth of the device is left; with --memory until the
+    bytes that it says are met, which fewer layers do."""
+    shape, cluster = shape_of("llama3-70b"), parse_spec("64 x 8 H100-SXM")
+    has = cluster.groups[0].device.memory_bytes
+    fixed = Conditions(conditions(("data=512", "rows=1", "zero=3"), "--require"))
+    asked = Asked(8192, 512, conditions=fixed)
+    left, taken = (
+        choose(shape, one, cluster, 1).plans[0] for one in (asked, replace(asked, memory=has))
+    )
+    assert left.memory.process <= 0.95 * has < taken.memory.process <= has
+    assert left.layout.whole > taken.layout.whole > 0 and left.seconds > taken.seconds
+    said = " ".join(invoke("llama3-8b", "--hardware", NODE).output.split())
+    assert "less than 75.15 GiB (3.96 GiB of the device are left)" in said
+
+
 def test_json_and_the_cost_of_a_run() -> None:
     """Hours are tokens over tokens a second times devices; money and kWh are theirs."""
     words = ("llama3-8b", "--hardware", NODE, "--set", "train.sequence=8192", "--json")
@@ -151,7 +167,7 @@ def test_a_model_that_fits_nowhere_says_by_how_much_and_what_would_do() -> None:
     result = invoke(*words, "RTX-4090")
     said = " ".join(result.output.split())
     assert result.exit_code == 2 and len(result.output.splitlines()) == 1
-    assert "fits in none of" in said and "GiB beyond 22.35 GiB" in said
+    assert "fits in none of" in said and "GiB beyond 21.23 GiB of a device's 22.35 GiB" in said
     count = int(said.split()[-4])
     assert said.endswith(f"{count} devices would do")
     assert invoke(*words, f"{count}xRTX-4090").exit_code == 0

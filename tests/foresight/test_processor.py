@@ -141,6 +141,7 @@ def test_a_processor_keeps_no_driver_nor_its_communicators() -> None:
     beside = best.memory.process - best.memory.tensors
     assert beside == best.memory.kept.libraries and 0 < beside < 2**29
     assert gpu.memory.process - gpu.memory.tensors > 0.85 * 2**30
+    assert best.room == cluster.groups[0].device.memory_bytes  # all of it
     tight = replace(asked, memory=int(best.memory.process) + 1)
     assert choose(shape, tight, cluster, 1).plans[0].fits
     none = choose(shape, replace(asked, memory=2**27), cluster, 1)

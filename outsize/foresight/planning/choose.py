@@ -219,9 +219,13 @@ def _none_divides(asked: Asked, cluster: Cluster) -> str:
 
 
 def room_of(asked: Asked, cluster: Cluster) -> int:
-    """Bytes of a device that a process may take, reserves included."""
-    has = cluster.groups[0].device.memory_bytes
-    return has if asked.memory is None else min(asked.memory, has)
+    """Bytes of a device that a process may take, reserves included. Where they are not said, what
+    bytes may be foretold too low by is left."""
+    device = cluster.groups[0].device
+    has = device.memory_bytes
+    if asked.memory is not None:
+        return min(asked.memory, has)
+    return int(has * (1 - reserves(device).doubt))
 
 
 def _filled(known: Known, asked: Asked, cell: Cell, room: int) -> list[tuple[Layout, Memory]]:

@@ -202,6 +202,7 @@ def figures(shape: Shape, cluster: Cluster, best: Planned) -> Iterator[Figure]:
         ("reserve: context", f"{kept.libraries / GIB:.2f} GiB"),
         ("reserve: a communicator", f"{kept.communicator / GIB:.2f} GiB"),
         ("reserve: fragmentation", f"{kept.fragments:.1%} of tensors"),
+        ("reserve: doubt of bytes", f"{kept.doubt:.1%} of the device, without --memory"),
     ):
         yield Figure(name, value, kept.source)
     off = best.high / best.seconds
