@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
-from statistics import mean, median
+from statistics import mean
 
 from outsize import accelerator
 from outsize.collectives.world import told
@@ -34,8 +34,8 @@ from outsize.simulate.forecast import Forecast
 from outsize.simulate.replay import play
 from outsize.simulate.sample import Sample, sample
 from outsize.simulate.state_bytes import below
+from outsize.simulate.trial import WARM, counted, later, middle
 
-WARM, COUNTED = 1, 3  # steps; the first of a process pays for page faults and kernel set-up
 MEASURED = (Lane.COMPUTE, Lane.HOST, Lane.NETWORK)
 StoresOf = Callable[[Plan, Mapping[str, int]], AbstractContextManager[Mapping[str, Store]]]
 Batches = Callable[[int], Batch]  # of so many rows
@@ -110,12 +110,16 @@ def timed(
     return {n: found[n] / numel if n[1] == Kind.NORM else found[n] for n in names}
 
 
-def _steps(job: Job, batch: Batch) -> list[dict[Name, float]]:
-    """By step, seconds of each action: of the passes of one microbatch, of all parts."""
-    steps = []
-    for _ in range(WARM + COUNTED):
+def _steps(job: Job, batch: Batch) -> Sequence[dict[Name, float]]:
+    """By step that tells, seconds of each action: of the passes of one microbatch, of all parts.
+    All workers make as many as the slowest of them finds enough."""
+    steps, count = list[dict[Name, float]](), WARM + 1
+    while len(steps) < count:
         job.step(batch, lr=0.0)
         job.ledger = None  # it has looked at the first step
+        if len(steps) == WARM:
+            (longest,) = map(max, zip(*told(job.world, [job.report.seconds]), strict=True))
+            count = WARM + counted(longest)
         runs: dict[tuple[Name, int], list[float]] = defaultdict(list)
         for event in job.report.trace.events:
             if event.lane in MEASURED:
@@ -125,7 +129,7 @@ def _steps(job: Job, batch: Batch) -> list[dict[Name, float]]:
         for (name, _), seconds in runs.items():
             found[name] += mean(seconds)  # parameters come for each of a stage's passes
         steps.append(dict(found))
-    return steps[WARM:]
+    return later(steps[WARM:])
 
 
 def agreed(name: Name, seconds: Sequence[Sequence[float]]) -> float:
@@ -133,8 +137,8 @@ def agreed(name: Name, seconds: Sequence[Sequence[float]]) -> float:
     comes last to where all meet waits for nobody: he has the time that it takes."""
     lane, label, _ = name
     if lane == Lane.NETWORK or label == Kind.NORM:
-        return float(median(map(min, zip(*seconds, strict=True))))
-    return max(map(median, seconds))
+        return middle([min(each) for each in zip(*seconds, strict=True)])
+    return max(map(middle, seconds))
 
 
 def retimed(made: Forecast, chosen: Sample, times: Times) -> Forecast:

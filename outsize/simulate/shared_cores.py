@@ -88,19 +88,33 @@ def on_cores(made: Forecast, known: Durations, cores: Sequence[float]) -> Foreca
     measured = by_stage(known, lists)
     least: dict[Hashable, float] = {}  # some wait for other workers, the quickest hardly
     for event in made.trace.events:
-        took = event.end - event.start
-        for key in (event.kind, (event.kind, event.stage)):
-            least[key] = min(took, least.get(key, took))
-    kinds = {label for label, _ in known}
+        took, key = event.end - event.start, (event.kind, event.stage)
+        least[key] = min(took, least.get(key, took))
+    kinds, messages = {label for label, _ in known}, _messages(made.trace)
 
     def seconds(worker: int, action: Action) -> float:
         if action.label in kinds:
             return measured(worker, action)
-        message = action.kind is Kind.RECV  # of some stages all wait
-        return least.get(action.label if message else (action.label, action.stage), 0.0)
+        if action.kind is Kind.RECV:
+            return messages[action.state, action.stage, action.microbatch, action.part]
+        return least.get((action.label, action.stage), 0.0)
 
     trace = _retimed(made.trace, predict(lists, seconds, cores))
     return replace(made, trace=trace, seconds=trace.span())
+
+
+def _messages(trace: Trace) -> dict[Hashable, float]:
+    """Seconds of each message of a pipeline, from when both sides are there until it has come."""
+    begun: dict[Hashable, float] = {}
+    ended: dict[Hashable, float] = {}
+    for event in trace.events:
+        kind, _, state = event.kind.partition(".")
+        if kind in (Kind.SEND, Kind.RECV):
+            name = (state, event.stage, event.microbatch, event.part)
+            begun[name] = max(event.start, begun.get(name, event.start))
+            if kind == Kind.RECV:
+                ended[name] = event.end
+    return {name: end - begun[name] for name, end in ended.items()}
 
 
 def _retimed(trace: Trace, times: Trace) -> Trace:
@@ -224,6 +238,7 @@ class _Graph:
 
 
 ROUNDS, WINDOW = 5, 0.3  # how often each number of workers is measured; seconds
+UNTIMED = 3  # times that each works first: whoever has computed nothing yet is slower for some
 
 
 def paces(
@@ -238,11 +253,12 @@ def paces(
     """
     size = world.mesh.size
     turns: dict[int, list[float]] = {count: [] for count in range(1, size + 1)}
-    work()
+    for _ in range(UNTIMED):
+        work()
     for _ in range(rounds):
         for count, seconds in turns.items():
             seconds.append(_turn(world, work, count, window))
-    return tuple(median(turns[1]) / median(seconds) for seconds in turns.values())
+    return tuple(min(1.0, median(turns[1]) / median(seconds)) for seconds in turns.values())
 
 
 def _turn(world: World, work: Callable[[], object], count: int, window: float) -> float:

@@ -20,19 +20,19 @@ import torch
 
 from outsize.checkpoint.hub import read_config
 from outsize.data import Batch, TrainStream
-from outsize.hardware.host import cores
+from outsize.hardware.host import cores, own_mappings
 from outsize.launch import WorkerGroup
 from outsize.models.config import DecoderConfig
 from outsize.models.dropout import Noise
 from outsize.plan import DISK, FILES, Plan, from_yaml, to_yaml
 from outsize.runtime.method import method_of
 from outsize.runtime.recipe import Here
+from outsize.schedule import Kind
 from outsize.simulate import Forecast
-from outsize.simulate.calibrate import COUNTED, WARM, Times, blocks, calibrate, retimed, timed
+from outsize.simulate.calibrate import Times, blocks, calibrate, retimed, timed
 from outsize.simulate.shared_cores import ROUNDS, on_cores, paces
-from outsize.simulate.worker_profile import COUNTED as TIMED
-from outsize.simulate.worker_profile import TURNS, Durations, durations, work
-from outsize.simulate.worker_profile import WARM as UNTIMED
+from outsize.simulate.trial import lasts
+from outsize.simulate.worker_profile import COUNTED, TURNS, WARM, Durations, durations, work
 from outsize.train.model import subject
 from outsize.train.recipe import recipe_of
 from outsize.train.resolve import DERIVED, Resolved, apply_text
@@ -44,6 +44,7 @@ FASTER = 0.9  # of the time with all threads: one thread must be so much faster 
 TRIAL = "trial"  # what the first worker tells the others before they compute at once
 NOTHING = ""  # where they need not
 PACING_SECONDS = 0.8  # of computing at once, where work is short
+ROUNDS_SECONDS = 4.0  # of computing at once, where it is longer
 LONG_SECONDS = 10.0  # computing at once that would take longer is left out
 
 
@@ -51,8 +52,9 @@ def calibrated(setup: Setup, stream: TrainStream, worker_group: WorkerGroup) -> 
     """The same with step times measured on blocks of each sort. The first of several workers calls
     it, the others `keep_pace`."""
     plan, made = setup.plan, setup.forecast
+    _as_in_the_run(plan)
     special = not method_of(plan.approximate).rehearsed
-    trial = made.seconds / plan.microbatches * (WARM + COUNTED)
+    trial = lasts(made.seconds / plan.microbatches)
     # What streams may not fit all at once; jobs of other kinds do other things in a step.
     if plan.mesh.size > 1 and not (made.below or special):
         if made.ranks and not _takes_long(setup):
@@ -63,6 +65,12 @@ def calibrated(setup: Setup, stream: TrainStream, worker_group: WorkerGroup) -> 
     if special or trial > TRIAL_SECONDS or plan.mesh.size > 1 or not _has_room(setup):
         return setup
     return _alone(setup, stream.batch(0))
+
+
+def _as_in_the_run(plan: Plan) -> None:
+    """Let what is timed get its memory as the run will."""
+    if plan.budget is not None:
+        own_mappings()
 
 
 def _has_room(setup: Setup) -> bool:
@@ -119,7 +127,7 @@ def _takes_long(setup: Setup) -> bool:
     and where it would take long."""
     made, mesh = setup.forecast, setup.plan.mesh
     near = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size)) == mesh.size == mesh.pipeline
-    trial = made.seconds / setup.plan.microbatches * 2 * (UNTIMED + TIMED) * TURNS
+    trial = made.seconds / setup.plan.microbatches * 2 * (WARM + COUNTED) * TURNS
     return not near or setup.device.type != "cpu" or trial > TRIAL_SECONDS
 
 
@@ -171,7 +179,9 @@ class Subject:
             config = subject(resolved)[1].config
         else:
             config = read_config(Path(self.directory))
-        return resolved, from_yaml(self.plan), config
+        plan = from_yaml(self.plan)
+        _as_in_the_run(plan)
+        return resolved, plan, config
 
 
 def _subject(setup: Setup, plan: Plan) -> tuple[str, str, str | None]:
@@ -260,12 +270,13 @@ def _paces(setup: Setup, known: Durations, worker_group: WorkerGroup) -> tuple[f
     """How fast a worker computes while 1, 2, ... do, where the others are there and it does not
     take long to measure; else ()."""
     size = setup.plan.mesh.size
-    each = sum(known.values()) / size  # of a worker; of both ways to take gradients
+    apart = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)  # not so in what is tried here
+    each = sum(known[key] for key in known if key[0] not in apart) / size  # of a worker
     once = sum(size * each * max(1.0, count / _slots(setup)) for count in range(1, size + 1))
     if worker_group.post is None or once > LONG_SECONDS:
         no_pace(worker_group)
         return ()
-    rounds = max(1, min(ROUNDS, int(PACING_SECONDS / once)))
+    rounds = max(1, min(ROUNDS, int(ROUNDS_SECONDS / once)))
     window = PACING_SECONDS / rounds / size
     found: tuple[float, ...] = _together(
         Pacing(*_subject(setup, setup.plan), window, rounds), worker_group

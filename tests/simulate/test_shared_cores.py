@@ -240,17 +240,17 @@ def test_the_actions_of_a_real_step_are_those_that_are_predicted(name):
     assert max(held) <= max(e.end - e.start for e in norms.values()) + 1e-9
 
 
-def pipeline_forecast(name: str):
+def pipeline_forecast(name: str, workers: int = 4, rows: int = 8):
     config = config_of("llama, untied", num_hidden_layers=6)
     plan = Plan(
-        8, per_segment(8), 8, 1, SEQUENCE, Precision.named("float32"), mesh=Mesh(pipeline=4),
-        pipeline=pipelined(name),
+        8, per_segment(8), rows, 1, SEQUENCE, Precision.named("float32"),
+        mesh=Mesh(pipeline=workers), pipeline=pipelined(name),
     )  # fmt: skip
     request = PlanRequest(
-        8, SEQUENCE, plan.precision, AdamW(), documents=(0, SEQUENCE), mesh=plan.mesh,
+        rows, SEQUENCE, plan.precision, AdamW(), documents=(0, SEQUENCE), mesh=plan.mesh,
         pipeline=name,
     )  # fmt: skip
-    return predict_plan(config, request, plan, catalogue("H200", 4))
+    return predict_plan(config, request, plan, catalogue("H200", workers))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "interleaved:2", *REAL[:1], *REAL[2:]])
@@ -271,6 +271,19 @@ def test_a_forecast_of_cores_apart_is_as_it_was(name):
     assert 0.99 * work < predicted < 1.05 * (work + sums)
     assert alone(shared.trace, made.trace) == ([], [])
     assert shared.trace.peak() == made.peak and shared.peak == made.peak
+
+
+def test_messages_that_are_all_waited_for_take_no_longer_than_others():
+    """The first of two workers waits for every gradient, as it has nothing else to do."""
+    made = pipeline_forecast("1f1b", workers=2, rows=2)
+    came = {e.kind: e.end - e.start for e in made.trace.events if e.kind.startswith("RECV")}
+    known = {
+        (event.kind, event.stage): event.end - event.start
+        for event in made.trace.events
+        if event.lane == "compute" and event.kind != "NORM"
+    }
+    assert came["RECV.gradients"] > 0.05 * made.seconds
+    assert on_cores(made, known, ()).seconds == pytest.approx(made.seconds, rel=0.02)
 
 
 def test_few_layers_of_each_sort_stand_for_all():

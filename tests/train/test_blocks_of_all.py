@@ -83,6 +83,29 @@ def elements(setup: Setup) -> int:
     return round(setup.forecast.parameters * (whole - layer) / whole)
 
 
+def test_all_make_as_many_steps_as_the_slowest_finds_enough(runs, monkeypatch):
+    asked: list[float] = []
+    made: dict[int, int] = {}
+    real = calibration._steps
+
+    def steps(job, batch):
+        begun = job.step
+
+        def step(*words, **keys):
+            loss = begun(*words, **keys)
+            made[job.world.rank] = made.get(job.world.rank, 0) + 1
+            job.report = replace(job.report, seconds=1.0 + job.world.rank)
+            return loss
+
+        job.step = step
+        return real(job, batch)
+
+    monkeypatch.setattr(calibration, "_steps", steps)
+    monkeypatch.setattr(calibration, "counted", lambda seconds: asked.append(seconds) or 4)
+    together(runs, "data=2")
+    assert made == {0: 5, 1: 5} and asked == [2.0, 2.0]
+
+
 @pytest.mark.parametrize("mesh", ["context=2", "data=2,tensor=2"])
 def test_every_mesh_without_a_pipeline_times_its_blocks(runs, mesh):
     setup, found = together(runs, mesh)
