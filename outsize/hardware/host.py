@@ -23,7 +23,9 @@ from outsize.errors import OutsizeError
 
 MAPPED = 1 << 20  # bytes of a buffer from which it is a mapping of its own, where memory is short
 UNLIMITED = 2**60  # version 1 writes its "no limit" as a number near 2^63
-_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_LARGEST = 32 << 20  # bytes of the largest buffer that glibc may be told to keep in its heap
+KEPT = 32  # of the machine's memory, the part that a process may keep though it is free
 PROC = Path("/proc/self/cgroup")
 MOUNT = Path("/sys/fs/cgroup")
 
@@ -82,8 +84,21 @@ def own_mappings(nbytes: int = MAPPED) -> None:
     """From here on buffers of so many bytes go back to the system when they are freed, where the C
     library is glibc. By itself it raises that bound to as much as it has seen freed, 32 MiB at
     most, and what is smaller lies in a heap that keeps its holes (docs/log.md)."""
+    _mallopt(_MMAP_THRESHOLD, nbytes)
+
+
+def keep_freed(nbytes: int | None = None) -> None:
+    """From here on the heap keeps up to so many freed bytes, a part of the machine's memory where
+    none are said, where the C library is glibc. By itself it gives back what is beyond 64 MiB, and
+    the next step of a training waits until the system has given that again, page by page."""
+    most = memory().total // KEPT if nbytes is None else nbytes
+    _mallopt(_MMAP_THRESHOLD, _LARGEST)
+    _mallopt(_TRIM_THRESHOLD, min(most, 2**31 - 1))
+
+
+def _mallopt(name: int, value: int) -> None:
     with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, nbytes)
+        ctypes.CDLL(None).mallopt(name, value)
 
 
 def disk_free(directory: str | Path) -> int:

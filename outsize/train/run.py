@@ -33,7 +33,6 @@ from outsize.data import check_paths
 from outsize.decode.text import check_prompt
 from outsize.errors import OutsizeError, counted
 from outsize.hardware import Hardware
-from outsize.hardware.host import own_mappings
 from outsize.launch import WorkerGroup
 from outsize.memory import Meter, meter
 from outsize.memory.store import Store
@@ -70,7 +69,7 @@ from outsize.train.state import (
 )
 from outsize.train.stop import Stop
 from outsize.train.tiers import opened
-from outsize.train.timing import keep_pace, no_pace
+from outsize.train.timing import keep_pace, no_pace, set_heap
 
 PLAN = "plan.yaml"
 NOTHING = ""  # what the first worker says where there is nothing to do
@@ -275,8 +274,7 @@ def _train(
     assert keys.steps is not None
     place = Place(0, keys.steps, 0, stream.cursor(0))
     below = setup.forecast.below_of(setup.plan.mesh.index("pipeline", worker_group.rank))
-    if setup.plan.budget is not None:
-        own_mappings()
+    set_heap(setup.plan)
     tell, base = partial(say, console), Base(setup.subject, store.directory)
     worker_group.in_turn("base", lambda: base.make(setup.forecast.below, tell))
     with (

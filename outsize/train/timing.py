@@ -20,7 +20,7 @@ import torch
 
 from outsize.checkpoint.hub import read_config
 from outsize.data import Batch, TrainStream
-from outsize.hardware.host import cores, own_mappings
+from outsize.hardware.host import cores, keep_freed, own_mappings
 from outsize.launch import WorkerGroup
 from outsize.models.config import DecoderConfig
 from outsize.models.dropout import Noise
@@ -37,7 +37,7 @@ from outsize.train.model import subject
 from outsize.train.recipe import recipe_of
 from outsize.train.resolve import DERIVED, Resolved, apply_text
 from outsize.train.setup import Setup
-from outsize.train.tiers import opened
+from outsize.train.tiers import named, opened
 
 TRIAL_SECONDS = 30.0  # a calibration that the machine's rates predict to take longer is left out
 FASTER = 0.9  # of the time with all threads: one thread must be so much faster to be taken
@@ -52,7 +52,7 @@ def calibrated(setup: Setup, stream: TrainStream, worker_group: WorkerGroup) -> 
     """The same with step times measured on blocks of each sort. The first of several workers calls
     it, the others `keep_pace`."""
     plan, made = setup.plan, setup.forecast
-    _as_in_the_run(plan)
+    set_heap(plan)
     special = not method_of(plan.approximate).rehearsed
     trial = lasts(made.seconds / plan.microbatches)
     # What streams may not fit all at once; jobs of other kinds do other things in a step.
@@ -67,10 +67,13 @@ def calibrated(setup: Setup, stream: TrainStream, worker_group: WorkerGroup) -> 
     return _alone(setup, stream.batch(0))
 
 
-def _as_in_the_run(plan: Plan) -> None:
-    """Let what is timed get its memory as the run will."""
+def set_heap(plan: Plan) -> None:
+    """Let this process give freed memory back where the run's is bounded, and keep some where there
+    is room for all states; while blocks are timed as in the run."""
     if plan.budget is not None:
         own_mappings()
+    elif not named(plan):
+        keep_freed()
 
 
 def _has_room(setup: Setup) -> bool:
@@ -180,7 +183,7 @@ class Subject:
         else:
             config = read_config(Path(self.directory))
         plan = from_yaml(self.plan)
-        _as_in_the_run(plan)
+        set_heap(plan)
         return resolved, plan, config
 
 

@@ -157,3 +157,34 @@ def test_freed_buffers_go_back_to_the_system_and_leave_no_holes() -> None:
     own, kept = map(int, run.stdout.split())
     assert kept > 60 << 20
     assert own < 36 << 20
+
+
+STEPS = """
+import ctypes, os, psutil
+from outsize.hardware import host
+
+c = ctypes.CDLL(None)
+c.malloc.restype, c.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+c.memset.restype, c.memset.argtypes = (
+    ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+)
+for most in (0, 64 << 20, 256 << 20):
+    if os.fork():
+        os.wait()
+        continue
+    if most:
+        host.keep_freed(most)
+    before = psutil.Process().memory_info().rss
+    for one in [c.memset(c.malloc(2 << 20), 1, 2 << 20) for _ in range(64)]:
+        c.free(one)
+    print(psutil.Process().memory_info().rss - before, flush=True)
+    os._exit(0)
+"""
+
+
+def test_freed_buffers_are_kept_up_to_a_bound() -> None:
+    """Of 64 buffers of 2 MiB, all freed."""
+    run = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True)
+    unsaid, beyond, within = map(int, run.stdout.split())
+    assert max(unsaid, beyond) < 16 << 20
+    assert within > 120 << 20
