@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outsize.foresight import resting
-from outsize.foresight.layout import Layout, Resting
+from outsize.foresight.layout import Layout, Resting, stored
 from outsize.foresight.links import Ranks, seconds
 from outsize.foresight.network import Network, network_of
 from outsize.foresight.shape import Shape
@@ -34,6 +34,7 @@ LANES = (*COMPUTING, "launch", *SAYING, "ring", "stages", "gathers", "moved", "w
 AT_END = ("sums", "update")
 BUCKET = 40e6  # elements that are summed in one call (Megatron-LM's default)
 HIDDEN = 4.0  # of the norm in which computing and saying hide each other
+ALL = 1.0  # of the one in which neither does: a processor's cores compute and carry what is said
 UPDATED = 32.0  # bytes an update reads and writes of a parameter: gradient, master, two moments
 
 
@@ -76,9 +77,15 @@ def terms(
     nodes = max(1, layout.devices // machines.node)
     return Terms(
         middle, last, end, layout.microbatches, layout.pipeline, layout.chunks, nodes,
-        _window(layout), spare, HIDDEN if cluster.slowed is None else norm(cluster.slowed),
-        bool(machines.device.measured.matmul),
+        _window(layout), spare, _norm(cluster), bool(machines.device.measured.matmul),
     )  # fmt: skip
+
+
+def _norm(cluster: Cluster) -> float:
+    """Of the device, as it was measured or as its kind has it."""
+    if cluster.slowed is not None:
+        return norm(cluster.slowed)
+    return HIDDEN if cluster.groups[0].device.apart else ALL
 
 
 def _window(layout: Layout) -> float:
@@ -126,7 +133,7 @@ def _stages(work: Work) -> tuple[Lanes, Lanes, float]:
 def _sends(work: Work) -> list[float]:
     """Seconds of what a microbatch sends over each border of two stages, forward and back."""
     lay, machines = work.layout, work.machines
-    sent = lay.tokens * work.shape.hidden * 2
+    sent = lay.tokens * work.shape.hidden * stored(lay)
     if lay.stack.scattered or lay.sequence_parallel:
         sent /= lay.tensor
     p, stride = lay.pipeline, lay.devices // lay.pipeline
@@ -195,7 +202,7 @@ def _accumulated(stage: Lanes, work: Work, ends: bool) -> None:
         passes = 1 if lay.cut_gradients else 2
         layers = layers_of(work.shape.layers, lay.pipeline)[0]
         calls = layers * lay.stack.calls
-        one = seconds("gather", mine * 2, group, work.machines, calls)
+        one = seconds("gather", mine * stored(lay), group, work.machines, calls)
         back = seconds("scatter", mine * lay.stack.gradients, group, work.machines, calls)
         stage["gathers" if lay.stack.prefetched else "waited"] += passes * one + back
     elif lay.microbatches > 1 and not lay.frozen:
@@ -257,7 +264,7 @@ def _over_states(mine: float, size: int, stride: int, states: int, work: Work) -
     cut = work.ranks(min(size, states), stride)
     calls = max(1.0, mine / BUCKET)
     found = seconds("scatter", mine * lay.stack.gradients, cut, machines, calls)
-    found += seconds("gather", mine * 2, cut, machines, calls)
+    found += seconds("gather", mine * stored(lay), cut, machines, calls)
     if states < size:
         rest = work.ranks(size // states, stride * states)
         found += seconds("all_reduce", mine / states * lay.stack.gradients, rest, machines)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from outsize.foresight.layout import Layout
+from outsize.foresight.layout import Layout, stored
 from outsize.foresight.links import Ranks, exchange, ranks, seconds
 from outsize.foresight.network import Network
 from outsize.foresight.shape import Shape
@@ -217,7 +217,7 @@ class Work:
         self._launch(found, (ROUTED + each * here) * self._passes())
         if lay.expert > 1:
             group = self.ranks(lay.expert, lay.tensor)
-            one = exchange(mine * hidden * 2, s.active, group, self.machines)
+            one = exchange(mine * hidden * stored(lay), s.active, group, self.machines)
             found["exchange"] += one * (6 if lay.recompute == "full" else 4)
         return found
 
@@ -280,7 +280,7 @@ class Work:
         if t > 1:
             # Two sums forward and two back; with sequence parallelism the same bytes as gathers and
             # scatters, and the inputs once more where gradients of weights are computed.
-            whole = lay.tokens * s.hidden * 2
+            whole = lay.tokens * s.hidden * stored(lay)
             if lay.sequence_parallel:
                 count = 10 + (4 if lay.recompute == "full" else 0)
                 one = seconds("gather", whole, self.tensor, self.machines)

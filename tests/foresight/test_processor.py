@@ -14,7 +14,7 @@ from outsize.foresight.planning.asked import Asked, Conditions, conditions
 from outsize.foresight.planning.choose import choose
 from outsize.foresight.planning.explain import figures
 from outsize.foresight.sources import Roofline, source_of
-from outsize.foresight.step import terms
+from outsize.foresight.step import combine, held, terms
 from outsize.hardware import Attention, Device, Hardware, Matmul, Measured, parse_spec
 from outsize.hardware.cluster import of_machine
 from outsize.hardware.measure import CPU_SHAPES
@@ -148,3 +148,25 @@ def test_a_processor_keeps_no_driver_nor_its_communicators() -> None:
     assert none.nearest is not None and none.nearest.memory.kept == best.memory.kept
     said = {one.name: one.value for one in figures(shape, cluster, best)}
     assert said["reserve: a communicator"] == "0.00 GiB"
+
+
+def test_workers_of_a_processor_pay_for_all_that_they_say() -> None:
+    """Their cores carry it, so nothing hides it: weights that are gathered in every pass cost what
+    their bytes do, of four each in float32, and states alone are cut."""
+    shape, asked = shape_of("small"), Asked(256, 16, "fp32")
+    cluster = of_machine(replace(lawful(), devices=(replace(lawful().devices[0], count=2),)))
+    both = {
+        p.layout.shards: p
+        for zero in ("zero=1", "zero=3")
+        for fixed in [Conditions(conditions((zero, "rows=8", "recompute=none"), "--require"))]
+        for p in choose(shape, replace(asked, conditions=fixed), cluster, 1).plans
+    }
+    layout = both[2].layout
+    counted = terms(shape, layout, cluster)
+    sums = sum(counted.last.values()) + sum(counted.end.values())
+    assert combine(counted).total == pytest.approx(sums)
+    weights, level = sum(held(shape, layout)), cluster.groups[0].levels[0]
+    moved = 3 * 4 * weights / 2 / level.bandwidth.value  # two passes and the gradients
+    assert moved < counted.last["gathers"] < moved + 1e-3
+    assert both[1].seconds < both[2].seconds
+    assert choose(shape, asked, cluster, 1).plans[0].layout.shards == 1

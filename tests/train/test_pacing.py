@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -104,3 +105,17 @@ def test_a_run_says_its_paces(runs, capfd):
     assert ended.value.code == 0
     said = re.search(r"alone being 1: 1: 1\.00, 2: \d+\.\d\d\n", printed)
     assert said is not None, printed
+
+
+def test_freed_memory_is_kept_where_there_is_room_for_all_states(setup, monkeypatch):
+    done: list[str] = []
+    monkeypatch.setattr(timing, "keep_freed", lambda: done.append("kept"))
+    monkeypatch.setattr(timing, "own_mappings", lambda: done.append("given back"))
+    plan = setup.plan
+    timing.set_heap(plan)
+    timing.set_heap(replace(plan, budget=2**30))
+    assert done == ["kept", "given back"]
+    below = replace(plan.stages[0].rest, optimizer="disk")
+    stages = (replace(plan.stages[0], rest=below), *plan.stages[1:])
+    timing.set_heap(replace(plan, stages=stages))
+    assert done == ["kept", "given back"]
