@@ -24,6 +24,10 @@ _ADDED_PRODUCTS = {
     _aten.addmm.default, _aten.baddbmm.default, _aten.addmm_.default, _aten.addmm.out
 }  # fmt: skip
 _FUSED = ("flash_attention", "efficient_attention", "cudnn_attention")
+# They read and write as many elements as they are asked for, however many there are: what is picked
+# by an index, and what is added at one.
+_PICKED = ("gather", "embedding", "index", "index_select")
+_ADDED_AT = ("scatter_add_", "index_add_")
 _FREE = ("view", "reshape", "detach", "transpose", "expand", "slice", "select", "alias", "empty")
 
 
@@ -81,8 +85,12 @@ class Counter(DispatchMode):
             self._packed_attention("backward" in name, args)
         elif "convolution" in name:
             self._convolution(args, result)
+        elif name in _PICKED:
+            work.moved += _bytes(args[1:]) + 2 * _bytes(result)
+        elif name in _ADDED_AT:
+            work.moved += _bytes(args[1:]) + 2 * _bytes(args[-1])
         else:
-            work.moved += _bytes(args) + _bytes(result)
+            work.moved += _bytes(args) + _bytes(result) + _written(func, args)
 
     def _product(self, a: Tensor, b: Tensor) -> None:
         key = (prod(a.shape[:-1]), a.shape[-1], b.shape[-1], _dtype(a))
@@ -139,6 +147,15 @@ def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def _written(func: Any, args: Any) -> float:
+    """Bytes of what an operator that gives nothing back writes over."""
+    schema = func._schema
+    if schema.returns:
+        return 0.0
+    said = zip(schema.arguments, args, strict=False)
+    return sum(_bytes(x) for one, x in said if one.alias_info and one.alias_info.is_write)
 
 
 def _bytes(values: Any) -> float:

@@ -257,8 +257,7 @@ def test_updates_are_made_on_the_host_by_the_rates():
     assert predicted.seconds > made.seconds
 
 
-# Away from 1, where neither side of the formula dominates; how far depends on the processor, whose
-# kernels are rehearsed: on an Intel Xeon 0.5 is 7.7% off, on AMD (Zen 4) within 6%.
+# Away from 1, where neither side of the formula dominates.
 @pytest.mark.parametrize("times", [0.25, 0.4, 2.0, 4.0])
 def test_streaming_is_hidden_beyond_the_threshold(times):
     """A disk so quick that the threshold is at tokens / times: a predicted step takes what it
@@ -284,9 +283,11 @@ def test_streaming_is_hidden_beyond_the_threshold(times):
     forward, back = one.forward * 512, one.backward * 512
     fetch = one.parameters / speed
     rest = plain.seconds - BLOCKS * (forward + back)
-    late = max(0.0, fetch - one.update)  # an update comes for the parameters once more
-    want = BLOCKS * (max(forward, fetch) + max(back, fetch) + late) + rest
-    assert made.seconds == pytest.approx(want, rel=0.06)  # the first fetch hides behind nothing
+    # An update comes for the parameters once more and writes them back; of two buffers one is
+    # fetched, updated and written while the other one is.
+    updated = max(one.update, fetch, (fetch + one.update + fetch) / 2)
+    want = BLOCKS * (max(forward, fetch) + max(back, fetch) + updated - one.update) + rest
+    assert made.seconds == pytest.approx(want, rel=0.03)  # the first fetch hides behind nothing
 
 
 def test_the_ladder_saves_ever_more():

@@ -95,6 +95,28 @@ def test_views_are_free_and_the_rest_moves_its_bytes():
     assert (work.moved, work.calls, work.flops()) == (3 * 240, 1, 0)
 
 
+def test_what_is_picked_moves_what_is_picked():
+    """Of a table of 900 rows: two rows of five numbers read and written, and which they are."""
+    table, ids = torch.ones(900, 5), torch.tensor([3, 7])
+    for pick in (
+        lambda: F.embedding(ids, table),
+        lambda: table[ids],
+        lambda: table.index_select(0, ids),
+    ):
+        assert counted(pick).work.moved == 2 * 40 + 16
+    logits, index = torch.ones(4, 900), torch.zeros(4, 1, dtype=torch.int64)
+    assert counted(lambda: logits.gather(1, index)).work.moved == 2 * 16 + 32
+    pull = torch.ones(4, 1)  # read; of the logits as many, which are written, too
+    assert counted(lambda: logits.scatter_add_(1, index, pull)).work.moved == 3 * 16 + 32
+
+
+def test_what_is_written_over_moves_both_ways():
+    """Of an operator that gives nothing back: two tensors of 100 numbers, read and written."""
+    both, third = [torch.ones(100), torch.ones(100)], torch.ones(100)
+    assert counted(lambda: torch._foreach_add_(both, 1.0)).work.moved == 2 * 2 * 400
+    assert counted(lambda: third.add_(1.0)).work.moved == 2 * 400
+
+
 def test_fake_tensors_count_the_same():
     real = counted(mlp()).work
     with FakeTensorMode():
