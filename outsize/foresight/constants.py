@@ -67,6 +67,7 @@ PRIORS: Mapping[str, tuple[str, str, float, float]] = {
     "exchange": ("exchange", "", 1.3, 0.4),
     "ring": ("ring", "", 1.2, 0.3),
     "stages": ("stages", "", 1.2, 0.4),
+    "stages beside": ("passed", "", 1.2, 0.4),
     "gathers": ("gathers", "", 1.3, 0.3),
     "waited": ("waited", "", 2.0, 0.5),
     "sums": ("sums", "", 1.3, 0.3),
@@ -75,7 +76,7 @@ PRIORS: Mapping[str, tuple[str, str, float, float]] = {
     "nodes": ("nodes", "", 0.004, 0.5),  # of a step, for each doubling of the machines
 }
 PRODUCTS = ("matmul", "narrow", "attention")  # what draws most power
-MMA = ("flash", "flash1")
+MMA = ("flash", "flash1", "triton")
 STACK = 0.1  # deviation of a stack's factor on what it computes
 FAMILIES = (("GB200", "B200"), ("GB300", "B200"), ("B300", "B200"), ("B200", "B200"),
             ("A800", "A100"), ("A100", "A100"), ("H100", "H100"), ("H200", "H100"),

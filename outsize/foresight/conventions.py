@@ -7,6 +7,7 @@ size, s sequence, V vocabulary, N parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from outsize.foresight.shape import Shape
@@ -45,6 +46,24 @@ def causal(shape: Shape, tokens: float, sequence: int, again: bool) -> float:
     return 3 * tokens * (_layers(shape) + shape.scores(sequence) / 2)
 
 
+def megatron_layers(shape: Shape, tokens: float, sequence: int, again: bool) -> float:
+    """96 B s L H^2: matrices of layers alone, counted as in 2021 otherwise (the older figures of
+    BigScience's chronicles)."""
+    return tokens * (4 if again else 3) * 24 * shape.layers * shape.hidden**2
+
+
+def ungated(shape: Shape, tokens: float, sequence: int, again: bool) -> float:
+    """As causal, with two matrices in an MLP that has three and nothing saved by windows
+    (Megatron-Bridge until May 2026, where a gate's activation is not SiLU)."""
+    return causal(replace(shape, gated=False, window=0), tokens, sequence, again)
+
+
+def frozen(shape: Shape, tokens: float, sequence: int, again: bool) -> float:
+    """Weights that stay as they are have no gradient of their own; scores of SQuAD's documents,
+    hundreds of tokens each in a row, are next to nothing (Megatron-Bridge, of adapters)."""
+    return tokens * 2 * _layers(shape)
+
+
 def parameters(shape: Shape, tokens: float, sequence: int, again: bool) -> float:
     """8 N a token (BigScience's experiments with V100)."""
     return tokens * 8 * shape.parameters
@@ -55,7 +74,10 @@ COUNTS: Mapping[str, Count] = MappingProxyType({
     "megatron-2021": megatron_2021,
     "megatron-2021-again": megatron_2021_again,
     "megatron-core": megatron_core,
+    "megatron-layers": megatron_layers,
     "causal": causal,
+    "ungated": ungated,
+    "frozen": frozen,
     "parameters": parameters,
 })  # fmt: skip
 

@@ -11,6 +11,7 @@ forecast the other.
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ RANK_ONLY = ("V100",)  # devices whose published times are noisy by 40%
 class Fitted:
     """Constants by name (logarithms), and what a forecast may be off: of the 0.9 quantiles of
     absolute errors (logarithms) that other publications had, each held out, the median; far, where
-    nobody has published runs of the device and precision: the largest."""
+    nobody has published runs of the device and precision: with the largest for what these add."""
 
     values: Mapping[str, float]
     reach: float
@@ -85,16 +86,16 @@ def refit() -> dict[str, dict[str, object]]:
         held = [runs[i] for i in mine]
         if any(run.device.startswith(RANK_ONLY) for run in held):
             continue
-        found = np.log(seconds_with(held, [made[i] for i in mine], values[name]))
-        errors[name] = np.abs(found - np.log([seconds_of(run) or 1.0 for run in held]))
-    return {
-        name: {
-            "values": values[name],
-            "reach": round(_reach(errors, name, 0.5), DIGITS),
-            "far": round(_reach(errors, name, 1.0), DIGITS),
-        }
-        for name in values
-    }
+        made_of = np.log(seconds_with(held, [made[i] for i in mine], values[name]))
+        errors[name] = np.abs(made_of - np.log([seconds_of(run) or 1.0 for run in held]))
+    found = {}
+    for name, known in values.items():
+        reach = _reach(errors, name, 0.5)
+        far = math.hypot(reach, _reach(errors, name, 1.0))
+        found[name] = {
+            "values": known, "reach": round(reach, DIGITS), "far": round(far, DIGITS),
+        }  # fmt: skip
+    return found
 
 
 def without(

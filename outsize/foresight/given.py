@@ -4,7 +4,8 @@ What a forecast is off, in logarithms, has parts that runs share: of their publi
 source (as the table names it: one release of a container, one section of a log), of the model, of
 dense or routed layers, of the device, of the precision. Its covariance is the sum of the parts
 that two runs share; the runs that are given say what these parts are, each as far as it can
-(Rasmussen and Williams, Gaussian processes for machine learning, 2006, 2.2).
+(Rasmussen and Williams, Gaussian processes for machine learning, 2006, 2.2). Where others have
+published runs of a device and precision, the shared parts are known better beforehand.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
 
 # Deviations of logarithms: of the parts, and of what a run has for itself.
 PARTS = {
-    "publication": 0.05, "source": 0.1, "model": 0.2, "layers": 0.15, "device": 0.05,
-    "precision": 0.05,
+    "publication": 0.05, "source": 0.05, "model": 0.2, "layers": 0.15, "device": 0.05,
+    "precision": 0.1,
 }  # fmt: skip
 OWN = 0.16
+KNOWN = 0.35  # of the parts' deviations, where others have published runs of device and precision
 ALIKE = 0.99  # of the best gain: as good
 WITHIN = 1.645  # deviations that nine of ten lie within
 
@@ -89,17 +91,18 @@ def chosen(rows: Sequence[Row], count: int) -> list[list[Row]]:
 
 def _taught(rows: Sequence[Row], known: Sequence[Sequence[Row]]) -> list[Row]:
     """Rows as the known runs let expect them."""
-    first = [each[0].run for each in known]
+    first, part = [each[0].run for each in known], _left(rows)
+    mine = _left([each[0] for each in known])
     off = np.array(
         [np.mean([math.log(row.measured or 1.0) for row in each]) - math.log(each[0].seconds)
          for each in known]
     )  # fmt: skip
-    among = covariance(first, first) + OWN**2 * np.eye(len(first))
-    runs = [row.run for row in rows]
-    across = covariance(runs, first)
+    among = covariance(first, first) * np.outer(mine, mine) + OWN**2 * np.eye(len(first))
+    across = covariance([row.run for row in rows], first) * np.outer(part, mine)
     weights = np.linalg.solve(among, across.T).T
     mean = weights @ off
-    left = sum(part**2 for part in PARTS.values()) + OWN**2 - (weights * across).sum(1)
+    whole = sum(deviation**2 for deviation in PARTS.values())
+    left = part**2 * whole + OWN**2 - (weights * across).sum(1)
     found = []
     for row, shift, variance in zip(rows, mean.tolist(), left.tolist(), strict=True):
         seconds, reach = row.seconds * math.exp(shift), WITHIN * math.sqrt(variance)
@@ -108,6 +111,11 @@ def _taught(rows: Sequence[Row], known: Sequence[Sequence[Row]]) -> list[Row]:
                     high=seconds * math.exp(reach))
         )  # fmt: skip
     return found
+
+
+def _left(rows: Sequence[Row]) -> Array:
+    """Of each row, the part of the deviations that is not known beforehand."""
+    return np.array([KNOWN if row.known else 1.0 for row in rows])
 
 
 def covariance(runs: Sequence[Run], others: Sequence[Run]) -> Array:

@@ -18,7 +18,7 @@ NARROW = (
 )  # products of layers; all else of the step is in bf16
 PRECISIONS = (*STORED, *NARROW)
 RUNS = ("fp32", "bf16")  # what this runtime has; others are foretold alone
-ATTENTION = ("flash", "flash1", "flash3", "fused", "plain")
+ATTENTION = ("flash", "flash1", "flash3", "triton", "fused", "plain")
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class Stack:
     calls: int = 1  # in which a layer's sharded parameters are gathered
     blocking: bool = False  # whether the processor waits for every kernel
     prefetched: bool = True  # gathered beside what is computed before
+    told: bool = False  # whether the processor waits for counts of tokens before it calls experts
+    graphs: bool = False  # whether a step is launched as a whole
     parallel: bool = False  # attention and MLP side by side, with one sum each way
 
 

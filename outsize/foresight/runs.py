@@ -63,7 +63,8 @@ class Source:
     selective: str = "attention"
     batch: int = 0
     frozen: str = ""  # in the source of rows whose weights stay as they are
-    variants: Mapping[str, str] = field(default_factory=dict)  # stacks by a row's notes
+    variants: Mapping[str, str] = field(default_factory=dict)  # stacks by a row's words
+    counts: Mapping[str, str] = field(default_factory=dict)  # other counts of operations, likewise
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,8 @@ def _run(row: Mapping[str, str], line: int, name: str) -> Run:
         )
     value = _number(row, "measured_value", line, name)
     source, device = source_named(row["source"]), device_named(row["gpu_type"])
+    counted = _variant(source.counts, row)
+    source = replace(source, operations=counted or source.operations)
     run = Run(line, source, row["model"], device or row["gpu_type"], metric, value)
     run = replace(run, table=row["source"].strip(), limited="limited" in row["gpu_type"])
     if not device:
@@ -214,17 +217,20 @@ def _layout(row: Mapping[str, str], numbers: Mapping[str, int | None], source: S
     cut = row["sharding"].strip() or ("dist-opt" if source.stack.sharded else "")
     shards, states, gradients = _sharding(cut, data_axis * c)
     frozen = bool(source.frozen and re.search(source.frozen, row["source"]))
-    said = f"{row['source']} {row['sharding']} {row['notes']}"
-    stack = next(
-        (_stack(name) for match, name in source.variants.items() if re.search(match, said)),
-        source.stack,
-    )
+    other = _variant(source.variants, row)
+    stack = _stack(other) if other else source.stack
     return Layout(
         gpus, rows, batch, sequence, stack, t, p, c, numbers["ep"] or 1, chunks,
         _recompute(row, source), precision, shards, gradients, states,
         _attention(row["notes"]) or source.stack.attention, _sequence(row, source, t),
         _vocabulary(row["notes"]), frozen, tuple(assumed),
     )  # fmt: skip
+
+
+def _variant(named: Mapping[str, str], row: Mapping[str, str]) -> str:
+    """What the first regular expression names that fits a row's words; "" where none does."""
+    said = " ".join(row[key] for key in ("source", "model", "gpu_type", "sharding", "notes"))
+    return next((name for match, name in named.items() if re.search(match, said)), "")
 
 
 def _precision(row: Mapping[str, str]) -> str:

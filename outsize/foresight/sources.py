@@ -63,7 +63,11 @@ SPREAD = 0.25  # of a roofline's price without a residual, either way
 # Parts of the peak by kernel, forward and back: FlashAttention (Dao et al., 2022), FlashAttention-2
 # (Dao, 2023), on an A100 at sizes of 128.
 # Dao et al., FlashAttention-3 (2024), on an H100: what cuDNN 9 has too.
-KERNELS = {"flash": (0.65, 0.58), "flash1": (0.45, 0.35), "flash3": (0.66, 0.56)}
+# Its kernel in Triton (flash_attn_triton.py) lies between the first two: the second is 1.3 to 2.5
+# times as fast as it, 1.7 to 3 times as the first (Dao, 2023, 4.1).
+KERNELS = {
+    "flash": (0.65, 0.58), "flash1": (0.45, 0.35), "triton": (0.5, 0.4), "flash3": (0.66, 0.56),
+}  # fmt: skip
 SHORT = 400  # tokens of a sequence at which half of a kernel's rate is reached (the same papers)
 BYTES = {
     "fp32": 4,

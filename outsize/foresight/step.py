@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from outsize.foresight import resting
@@ -29,12 +30,16 @@ from outsize.hardware.talking import norm
 
 COMPUTING = ("matmul", "narrow", "attention", "scores", "scan", "traffic", "cast", "adding")
 SAYING = ("tensor", "exchange")
-LANES = (*COMPUTING, "launch", *SAYING, "ring", "stages", "gathers", "moved", "waited", "blocked",
-         "called")  # fmt: skip
+LANES = (*COMPUTING, "launch", *SAYING, "ring", "stages", "passed", "gathers", "moved", "waited",
+         "blocked", "called")  # fmt: skip
 AT_END = ("sums", "update")
 BUCKET = 40e6  # elements that are summed in one call (Megatron-LM's default)
 HIDDEN = 4.0  # of the norm in which computing and saying hide each other
 ALL = 1.0  # of the one in which neither does: a processor's cores compute and carry what is said
+# The same, at most, of parameters that come for every layer in turn: their collectives take cores
+# and bandwidth from products, and the first of each pass hides behind nothing.
+GATHERED = 1.25
+EXCHANGED = 2.0  # the same of experts' tokens, beside which other experts compute
 UPDATED = 32.0  # bytes an update reads and writes of a parameter: gradient, master, two moments
 
 
@@ -125,9 +130,10 @@ def _stages(work: Work) -> tuple[Lanes, Lanes, float]:
     if p == 1:
         return last, last, 0.0
     each = _sends(work)
+    beside = work.layout.chunks > 1  # while one chunk's are sent another one computes
     for stage in (middle, last):
-        stage["stages"] += max(each)
-    return middle, last, sum(max(each) - one for one in each)
+        stage["passed" if beside else "stages"] += max(each)
+    return middle, last, 0.0 if beside else sum(max(each) - one for one in each)
 
 
 def _sends(work: Work) -> list[float]:
@@ -138,7 +144,9 @@ def _sends(work: Work) -> list[float]:
         sent /= lay.tensor
     p, stride = lay.pipeline, lay.devices // lay.pipeline
     if work.network is None:
-        return [2 * lay.chunks * seconds("send", sent, work.ranks(2, stride), machines)] * (p - 1)
+        both = [seconds("send", sent, Ranks(2, inside), machines) for inside in (1, 2)]
+        apart = [stage * stride // machines.node for stage in range(p)]
+        return [2 * lay.chunks * both[one == other] for one, other in pairwise(apart)]
     borders = [
         [Ranks(2, 1, rate) if rate else Ranks(2, 2) for rate in both]
         for both in work.network.borders(p, stride)
@@ -284,8 +292,9 @@ def beat(of: Mapping[str, Any], norm: Any = HIDDEN) -> Any:
     computing = sum(of[lane] for lane in COMPUTING) + 1e-12
     computing = together(computing, of["ring"], norm)
     computing = together(computing, of["launch"])
-    computing = computing + sum(of[lane] for lane in SAYING)
-    computing = together(computing, of["gathers"], norm)
+    computing = together(computing + of["tensor"], of["exchange"], _smaller(norm, EXCHANGED))
+    computing = together(computing, of["passed"], norm)
+    computing = together(computing, of["gathers"], _smaller(norm, GATHERED))
     computing = together(computing, of["moved"])
     return computing + of["waited"] + of["blocked"] + of["called"] + of["stages"]
 
@@ -314,6 +323,10 @@ def combine(terms: Any, spread: Any = 1.0) -> Seconds:
     window = slowest * terms.window + 1e-9
     sums = together(window, terms.end["sums"], terms.norm) - window
     return Seconds(terms.slots * slowest, fill, sums, terms.end["update"], spread)
+
+
+def _smaller(one: Any, other: Any) -> Any:
+    return (one + other - abs(one - other)) / 2
 
 
 def _larger(one: Any, other: Any) -> Any:

@@ -214,7 +214,11 @@ class Work:
         moved = MOVED * 2 * hidden * mine * s.active
         found["traffic"] += self._passes() * self.source.traffic(moved).seconds
         each = OF_EXPERT * (2 if lay.narrow else 1)
-        self._launch(found, (ROUTED + each * here) * self._passes())
+        kernels = (ROUTED + each * here) * self._passes()
+        if lay.stack.told and self.machines.device.apart:
+            found["called"] += LAUNCH * kernels  # none is called ahead of what the device does
+        else:
+            self._launch(found, kernels)
         if lay.expert > 1:
             group = self.ranks(lay.expert, lay.tensor)
             one = exchange(mine * hidden * stored(lay), s.active, group, self.machines)
@@ -253,7 +257,7 @@ class Work:
         device = self.machines.device
         each = device.measured.handed or device.measured.overhead
         if device.apart:
-            found["launch"] += LAUNCH * kernels
+            found["launch"] += 0.0 if self.layout.stack.graphs else LAUNCH * kernels
         else:
             found["called"] += kernels * (LAUNCH if each is None else each.value)
 

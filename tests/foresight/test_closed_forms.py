@@ -16,7 +16,7 @@ from outsize.foresight.memory import memory
 from outsize.foresight.shape import Latent, Shape
 from outsize.foresight.sources import Roofline, Table, systolic, tiled
 from outsize.foresight.step import LANES, Terms, beat, combine, layers_of, terms
-from outsize.foresight.work import BLOCKED, KERNELS
+from outsize.foresight.work import BLOCKED, KERNELS, LAUNCH, OF_EXPERT, ROUTED
 from outsize.hardware import Matmul, Measured, Rate, catalogue, parse_spec
 from outsize.hardware.cluster import FAR, NEAR
 from outsize.schedule.pipelines import Shape as PipelineShape
@@ -75,6 +75,20 @@ def test_exchanges_and_sends() -> None:
     assert exchange(1e9, 2, ranks(8, 1, 8), A100) == pytest.approx(2 * 7 / 8 * 1e9 / 300e9 + NEAR)
     assert seconds("send", 1e9, ranks(2, 16, 8), A100) == pytest.approx(1e9 / 25e9 + FAR)
     assert seconds("send", 1e9, ranks(1, 1, 8), A100) == 0.0
+
+
+def test_a_pipeline_within_a_node_sends_over_its_border_to_the_next_one() -> None:
+    """16 stages of a device each: one of 15 borders is between nodes. Chunks hide what is sent."""
+    cluster = parse_spec("2 x 8 A100-SXM-80 @ 25GB/s")
+    lay = layout(devices=16, tensor=1, pipeline=16, batch=64)
+    sent = 4 * 2048 * GPT.hidden * 2
+    far, near = (2 * seconds("send", sent, ranks(2, each, 8), A100) for each in (8, 1))
+    made = terms(GPT, lay, cluster)
+    assert made.middle["stages"] == pytest.approx(far) and far > 5 * near
+    assert made.spare == pytest.approx(14 * (far - near))
+    chunks = terms(GPT, replace(lay, chunks=3), cluster)
+    assert "stages" not in chunks.middle and chunks.spare == 0.0
+    assert chunks.middle["passed"] == pytest.approx(3 * far)
 
 
 # -- products --------------------------------------------------------------------------------------
@@ -290,6 +304,23 @@ def test_products_of_a_layer_are_six_operations_a_parameter() -> None:
     extra = again.last["matmul"] - plain
     assert extra == pytest.approx(2 * GPT.working * 4 * 2048 / 312e12, rel=1e-6)
     assert math.isfinite(beat(dict.fromkeys(again.last, 0.0) | _zeros() | again.last))
+
+
+def test_experts_that_are_called_when_their_tokens_are_counted_and_steps_launched_as_a_whole() -> (
+    None
+):
+    """What experts' calls take is by itself, or nothing where a step is one graph."""
+    shape = Shape(8, 2048, 16, 32000, experts=8, active=2, expert_inner=1024)
+    cluster = parse_spec("8 x A100-SXM-80")
+    lay = layout(tensor=1, expert=8, batch=32)
+    plain, told, graphs = (
+        terms(shape, replace(lay, stack=replace(MEGATRON, told=told, graphs=graphs)), cluster).last
+        for told, graphs in ((False, False), (True, False), (False, True))
+    )
+    assert told["called"] > 0 and "called" not in plain
+    assert told["called"] + told["launch"] == pytest.approx(plain["launch"])
+    assert told["called"] == pytest.approx(8 * 3 * (ROUTED + OF_EXPERT) * LAUNCH)
+    assert graphs["launch"] == 0.0 and graphs["matmul"] == plain["matmul"]
 
 
 def _zeros() -> dict[str, float]:

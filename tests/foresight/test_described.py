@@ -193,7 +193,7 @@ def test_states_are_cut_over_as_many_as_are_required() -> None:
 
 def test_objectives_choose_what_they_name() -> None:
     def best(objective: str) -> Any:
-        words = ("llama3-8b", "--hardware", "2 x 8 H100-SXM", "--json", "--price", "2/h")
+        words = ("llama-1.1b", "--hardware", "2 x 8 H100-SXM", "--json", "--price", "2/h")
         return json.loads(invoke(*words, "--objective", objective).output)["plans"][0]
 
     time, memory_, cost = (best(name) for name in ("time", "memory", "cost"))

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from outsize.cli.main import main
-from outsize.foresight.given import OWN, PARTS, chosen, corrected, covariance, sources
+from outsize.foresight.given import KNOWN, OWN, PARTS, chosen, corrected, covariance, sources
 from outsize.foresight.runs import COLUMNS, data, shipped
 from outsize.foresight.score import Row, forecasts
 
@@ -29,7 +29,8 @@ def fast(row: Row, factor: float) -> Row:
 
 
 def test_runs_that_share_everything_take_the_mean_shrunk_by_their_own_part() -> None:
-    """n like runs off by d: the next is off by d n v / (n v + own^2), v the shared variance."""
+    """n like runs off by d: the next is off by d n v / (n v + own^2), v the shared variance, of
+    which a part is left where others have published runs of the device and precision."""
     (row, *_) = rows_of("MooreThreads/SimuMax")
     assert row.run.layout is not None
     made = [
@@ -38,7 +39,7 @@ def test_runs_that_share_everything_take_the_mean_shrunk_by_their_own_part() -> 
     ]
     late = [fast(each, 1.3) for each in made]
     better, given = corrected(late, 3)
-    shared = sum(part**2 for part in PARTS.values())
+    shared = KNOWN**2 * sum(part**2 for part in PARTS.values())
     expected = math.log(1.3) * 3 * shared / (3 * shared + OWN**2)
     assert len(better) == 1 and len(given) == 3
     assert math.log(better[0].seconds / row.seconds) == pytest.approx(expected, rel=1e-12)
@@ -98,7 +99,7 @@ def _score(tmp_path: Path, blank: bool = False, given: int = 0) -> Any:
     return CliRunner().invoke(main, [*words, *(["--given", str(given)] if given else [])])
 
 
-@pytest.mark.parametrize(("every", "left"), [(False, 0.8), (True, 0.85)])
+@pytest.mark.parametrize(("every", "left"), [(False, 0.125), (True, 0.135)])
 def test_devices_that_nobody_else_has_are_less_off(every: bool, left: float) -> None:
     """Bridge's fp4, GB200 and the like, each release with three runs known; with recurrent models
     as well, three have one sort more to teach."""
@@ -108,7 +109,7 @@ def test_devices_that_nobody_else_has_are_less_off(every: bool, left: float) -> 
     def off(some: list[Row]) -> float:
         return float(np.mean([abs(row.error or 0.0) for row in some if not row.known]))
 
-    assert off(better) < left * off(rows)
+    assert off(better) < min(left, 0.95 * off(rows))
 
 
 def recurrent(row: Row) -> bool:

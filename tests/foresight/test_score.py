@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import re
 import sys
@@ -69,6 +70,23 @@ def test_conventions_give_the_step_times_that_their_papers_print() -> None:
             pairs.setdefault((run.shape, run.layout, run.device), []).append(seconds_of(run) or 0.0)
     assert len(pairs) > 50
     assert all(max(pair) == pytest.approx(min(pair), rel=3e-3) for pair in pairs.values())
+
+
+@pytest.mark.parametrize("source", ["Megatron-Bridge", "BLOOM"])
+def test_two_figures_of_one_run_are_the_same_seconds(source: str) -> None:
+    """A rate of operations by its publication's count, and tokens or seconds, row behind row, but
+    for neighbours that are two trials: GPT-OSS before May 2026, LoRA, DeepSeek-V3 with a further
+    layer, BigScience's older formula."""
+    runs = [run for run in shipped() if run.source.name == source and seconds_of(run) is not None]
+    off = [
+        (seconds_of(rate) or 0.0) / (seconds_of(plain) or 1.0)
+        for one, other in itertools.pairwise(runs)
+        if (one.model, one.device, one.layout) == (other.model, other.device, other.layout)
+        for rate, plain in ((one, other), (other, one))
+        if "flops" in rate.metric and "flops" not in plain.metric and abs(one.line - other.line) < 2
+    ]
+    assert len(off) > 60
+    assert sum(abs(each - 1) < 0.03 for each in off) > 0.9 * len(off)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +272,7 @@ def test_every_bar_is_a_figure_of_the_whole_table() -> None:
 
 
 def test_runs_of_an_unknown_device_have_wider_intervals() -> None:
-    """fp4 on GB200 is of one publication: its interval is the widest that another had."""
+    """fp4 on GB200 is of one publication: its interval is wider than any other's had to be."""
     rows = report(shipped(), each_out=True).rows
     widths = {row.known: row.high / row.low for row in rows if "Bridge" in row.run.source.name}
     assert widths[False] > widths[True] > 1

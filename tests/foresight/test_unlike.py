@@ -40,7 +40,7 @@ def test_blocks_of_stages_are_those_of_the_least_slowest_beat(seed: int) -> None
     def speeds() -> Speeds:
         middle = np.cumsum([draw.uniform(0.1, 2) for _ in range(9)])
         none = np.zeros(9)
-        return Speeds(group, middle, middle + draw.uniform(0, 3), none, none, 1.0)
+        return Speeds(group, middle, middle + draw.uniform(0, 3), none, none, 1.0, none)
 
     kinds = [speeds(), speeds()]
     stages = [kinds[0], kinds[0], kinds[1], kinds[1]]

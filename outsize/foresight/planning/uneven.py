@@ -54,7 +54,8 @@ class Uneven:
 @dataclass(frozen=True)
 class Speeds:
     """Of one kind of device, by how much it is given: seconds of a beat in the middle and at the
-    end, of sums that nothing hides and of the update; the factor of waiting."""
+    end, of sums that nothing hides and of the update; the factor of waiting; by how much sends over
+    other borders are shorter than over the slowest, in sum."""
 
     group: Group
     middle: Array
@@ -62,6 +63,7 @@ class Speeds:
     sums: Array
     update: Array
     spread: float
+    spare: Array
 
 
 def speeds(cluster: Cluster, group: Group, made: Sequence[tuple[Shape, Layout]]) -> Speeds:
@@ -76,7 +78,7 @@ def speeds(cluster: Cluster, group: Group, made: Sequence[tuple[Shape, Layout]])
     sums = together(window, batch.end["sums"]) - window
     waits = priced.model.factor("nodes", priced.values)[0]
     spread = float(1 + waits * math.log2(max(1, cluster.nodes)))
-    return Speeds(group, middle, last, sums, batch.end["update"], spread)
+    return Speeds(group, middle, last, sums, batch.end["update"], spread, batch.spare)
 
 
 def level(total: int, takes: Sequence[Array], holds: Sequence[int]) -> tuple[int, ...]:

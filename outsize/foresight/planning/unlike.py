@@ -156,7 +156,8 @@ def _forecast(
         float(kind.sums[n - 1] + kind.update[n - 1]) for kind, n in zip(stages, blocks, strict=True)
     ]
     slowest = max(beats)
-    total = lay.microbatches * slowest + sum(beats) - slowest + max(ends)
+    spare = min(float(kind.spare[n - 1]) for kind, n in zip(stages, blocks, strict=True))
+    total = lay.microbatches * slowest + sum(beats) - slowest - spare + max(ends)
     seconds = total * max(kind.spread for kind in stages)
     off = max(reach(part.device, lay.precision) for part in parts)
     peak = sum(Roofline(g.device).peak(lay.precision) * g.count for g in cluster.groups)
