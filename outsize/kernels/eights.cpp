@@ -97,17 +97,22 @@ inline void add_outliers(const Rounded& r, int64_t t, const uint8_t* const* rows
     for (int64_t v = 0; v < ACROSS / LANES; ++v) store(sums + v * LANES, load(sums + v * LANES) + sum[v]);
 }
 
-// Sums of COUNT outputs, or of `some`, with what is added.
+// Sums of COUNT outputs, or of `some`, with what is added. Each row by way of arrays of its own, as
+// sums and y might be one for all that a compiler knows.
 template <int64_t COUNT, class T>
 inline void ended(const float* sums, int64_t rows, int64_t some, const T* bias, T* y, int64_t row) {
     const int64_t count = COUNT ? COUNT : some;
     float more[ACROSS] = {};
     for (int64_t o = 0; o < count; ++o) more[o] = bias ? wide(bias[o]) : 0.0f;
-    for (int64_t t = 0; t < rows; ++t, sums += ACROSS, y += row)
+    for (int64_t t = 0; t < rows; ++t, sums += ACROSS, y += row) {
+        float sum[ACROSS];
+        T found[ACROSS];
+        std::memcpy(sum, sums, sizeof sum);
         if (bias)
-            for (int64_t o = 0; o < count; ++o) y[o] = narrow<T>(sums[o] + more[o]);
-        else
-            for (int64_t o = 0; o < count; ++o) y[o] = narrow<T>(sums[o]);
+            for (int64_t o = 0; o < ACROSS; ++o) sum[o] += more[o];
+        for (int64_t o = 0; o < ACROSS; ++o) found[o] = narrow<T>(sum[o]);
+        std::memcpy(y, found, count * sizeof(T));
+    }
 }
 
 // What sums groups by the weight's rows and scales.
@@ -140,6 +145,7 @@ void panel(const Rounded& r, int64_t first, float* work, T* y) {
     else
         scales_of(rows, layout, r.groups, scales);
     std::fill(sums, sums + r.rows * ACROSS, 0.0f);
+    for (int64_t t = 0; t < r.rows; ++t) __builtin_prefetch(y + first + t * r.w.outputs, 1);
     auto* call = passes_of(r);
     call(r, rows, scales, sums);
     for (int64_t t = 0; t < int64_t(r.outliers.size()); ++t)

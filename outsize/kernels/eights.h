@@ -136,20 +136,34 @@ struct Rounded {
     // most: the largest magnitude of what has this group's scale.
     template <class T>
     void take(const T* x, uint32_t most, int64_t group, int64_t row) {
+        const bool some = most >= LEAST && most < NOT_FINITE;
+        const float size = __builtin_bit_cast(float, most), none = most < NOT_FINITE ? 0 : NAN;
+        const vec inverse = all(127.0f / size), shift = all(SHIFT);
+        scale(group, row) = some ? size / 127.0f : none;
+#if defined(OUTSIZE_FOURS)
+        if (outliers.empty()) {
+            uint8_t* to = at(group, row);
+            __m512i sum = _mm512_setzero_si512();
+            for (int64_t i = 0; i < w.group; i += LANES) {
+                const vec shifted = held(read(x + i) * inverse) + shift;
+                const __m512i found = some ? __m512i(ints(shifted) - ints(shift)) : _mm512_setzero_si512();
+                sum = _mm512_add_epi32(sum, found);
+                _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm512_cvtepi32_epi8(found));
+            }
+            *begin(group, row) = _mm512_reduce_add_epi32(sum) * (four ? -ZERO : -MIDDLE);
+            return;
+        }
+#endif
         alignas(64) float from[MOST];
         alignas(64) int32_t whole[MOST];
         for (int64_t i = 0; i < w.group; ++i) from[i] = wide(x[i]);
         if (!outliers.empty())
             for (int64_t i = 0; i < w.group; ++i) from[i] = apart(magnitude(from[i])) ? 0.0f : from[i];
-        const bool some = most >= LEAST && most < NOT_FINITE;
-        const float size = __builtin_bit_cast(float, most), none = most < NOT_FINITE ? 0 : NAN;
-        const vec inverse = all(127.0f / size), shift = all(SHIFT);
         for (int64_t i = 0; i < w.group; i += LANES) {
             const vec shifted = held(load(from + i) * inverse) + shift;
             const ints found = some ? ints(shifted) - ints(shift) : ints{};
             std::memcpy(whole + i, &found, sizeof found);
         }
-        scale(group, row) = some ? size / 127.0f : none;
         if (FOURS) *begin(group, row) = begin_of_group(whole);
         if (!turned)
             straight(whole, reinterpret_cast<int8_t*>(at(group, row)));
