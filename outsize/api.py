@@ -147,6 +147,7 @@ def engine(
     `outsize.engine(outsize.load(path, mesh="tensor=2"))`, all workers make one, and the one that
     `engine.leads` is asked.
     """
+    from outsize.models.packing import pack
     from outsize.serve.policies import parse_policy
     from outsize.serve.room import Wanted
     from outsize.serve.texts import TextEngine
@@ -155,6 +156,8 @@ def engine(
     wanted = Wanted(context, requests, drafts=draft is not None, slo=slo, cache=cache)
     if not isinstance(path, Model):
         model = load(path, dtype, weights=weights, memory=memory)
+        if model.home is None:
+            pack(model)
     elif (memory, weights, dtype) == (None, "required", None):
         model = path
     else:

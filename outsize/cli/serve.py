@@ -200,12 +200,15 @@ class _Served:
         """Serve until a signal ends it; as one of several workers, until the one ends it that is
         asked. text, listening None: to be opened by that one."""
         from outsize.cli.generate import tokenizer_in
+        from outsize.models.packing import pack
         from outsize.serve.drafts import DRAFTERS
         from outsize.serve.engine import Engine
         from outsize.serve.http.run import run, socket_of
         from outsize.serve.policies import chosen
         from outsize.serve.room import served
 
+        if model.home is None:
+            pack(model)
         plan = served(model, self.wanted, partial(click.echo, err=True))
         drafter = None if self.draft is None else DRAFTERS.get(self.draft)
         playing = chosen(self.policy, plan.room.slo)

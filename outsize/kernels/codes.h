@@ -152,13 +152,15 @@ inline void one(const uint8_t* blocks, const Layout& layout, int64_t index, floa
 // dtype of what it is multiplied by, or, where group is not 0, blocks of codes, rows one behind
 // another. table: null where codes of 4 bits count from -8. eights: whether what it is multiplied by is
 // rounded to 8 bits (eights.cpp). every: blocks of a scale. most: of rows that are rounded and have one scale
-// each, the magnitudes that these are of; null: the largest that is here.
+// each, the magnitudes that these are of; null: the largest that is here. packed: whether rows lie as
+// outsize_eights_pack leaves them.
 struct Matrix {
     const void *data, *bias;
     const float *scales, *table;
     int64_t outputs, inner, group, block, head;
     int32_t order, kind, eights, every;
     const float* most;
+    int64_t packed;
 
     Layout layout() const {
         return {order, kind, group, block, head, scales, table ? table : FROM_MINUS_8,

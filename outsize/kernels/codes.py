@@ -19,13 +19,15 @@ from outsize.torch_private import meta_kernels
 Order = Literal["bytes", "halves", "pairs"]
 _ORDERS: dict[Order, int] = {"bytes": 0, "halves": 1, "pairs": 2}
 _NAMES = {number: order for order, number in _ORDERS.items()}
+PANEL = 16  # rows of a weight that are packed together
 _HEADS = (None, torch.bfloat16, torch.float16)  # of scales, by the numbers of codes.h
 
 
 class Laid(NamedTuple):
     """Blocks and what their codes stand for. scales: (N / every, 1) float32, or the dtype of those
     that blocks begin with; table: the values of 16 codes, float32; None: bytes as they are, and 4
-    bits from -8 on; head: bytes before a block's codes; every: blocks of a scale."""
+    bits from -8 on; head: bytes before a block's codes; every: blocks of a scale; packed: blocks of
+    a row of a weight that eights.py has packed, 0 for any other."""
 
     blocks_NB: Tensor
     scales: Tensor | torch.dtype
@@ -33,6 +35,7 @@ class Laid(NamedTuple):
     order: Order
     head: int
     every: int = 1
+    packed: int = 0
 
     @property
     def ready(self) -> bool:
@@ -58,14 +61,14 @@ class Laid(NamedTuple):
         )
         made.group, made.block, made.head = group, block, self.head
         made.order, made.eights = _ORDERS[self.order], ROUNDINGS.index(eights)
-        made.every = self.every
+        made.every, made.packed = self.every, self.packed
         made.kind = _HEADS.index(None if isinstance(self.scales, Tensor) else self.scales)
         return made
 
 
 def decoded(laid: Laid, dtype: torch.dtype = torch.float32) -> Tensor:
     """(N, G) in `dtype`, each a product in float32 that is rounded once."""
-    blocks_NB, scales, table, order, head, every = laid
+    blocks_NB, scales, table, order, head, every, _ = laid = lying(laid)
     kind = 0 if isinstance(scales, Tensor) else _HEADS.index(scales)
     if laid.ready and native.reads(blocks_NB.new_empty(0, dtype=dtype)):
         given = scales if isinstance(scales, Tensor) else None
@@ -79,8 +82,26 @@ def decoded(laid: Laid, dtype: torch.dtype = torch.float32) -> Tensor:
 def whole(laid: Laid) -> tuple[Tensor, Tensor]:
     """Codes (N, G) that are whole numbers, and their scales (N, 1), float32."""
     assert laid.table is None, "of codes that are whole numbers"
+    laid = lying(laid)
     scales_N1 = _apart(laid)
     return plain(laid.blocks_NB, torch.ones_like(scales_N1), None, laid.order, laid.head), scales_N1
+
+
+def lying(laid: Laid) -> Laid:
+    """The same, its blocks as they lie in files: a copy of those that are packed."""
+    if not laid.packed:
+        return laid
+    block, head, groups = laid.blocks_NB.shape[1], laid.head, laid.packed
+    panel = PANEL * groups  # blocks
+    many = len(laid.blocks_NB) // panel
+    panels = laid.blocks_NB[: many * panel].reshape(many, panel * block)
+    heads, codes = panels.split((panel * head, panel * (block - head)), 1)
+    heads = heads.reshape(many, groups, PANEL, head).transpose(1, 2)
+    codes = codes.reshape(many, groups, (block - head) // 4, PANEL, 4).permute(0, 3, 1, 2, 4)
+    codes = codes.flatten(3) ^ (0 if laid.order == "halves" else 128)
+    found = torch.cat((heads, codes), -1).reshape(-1, block)
+    blocks_NB = torch.cat((found, laid.blocks_NB[len(found) :]))
+    return laid._replace(blocks_NB=blocks_NB, packed=0)
 
 
 def _apart(laid: Laid) -> Tensor:

@@ -20,7 +20,7 @@ using namespace outsize;
 
 constexpr int64_t TASK = 64;  // outputs of a task
 
-using Passes = void(const Rounded&, const uint8_t* const*, const float*, float*);
+using Passes = void(const Rounded&, const Panel&, const float*, float*);
 
 // One sum of a group, as codes lie.
 inline int32_t summed(const int8_t* x, const uint8_t* codes, int64_t group, bool four) {
@@ -34,20 +34,27 @@ inline int32_t summed(const int8_t* x, const uint8_t* codes, int64_t group, bool
     return sum;
 }
 
-void one_by_one(const Rounded& r, const uint8_t* const* rows, const float* scales, float* to) {
+void one_by_one(const Rounded& r, const Panel& panel, const float* scales, float* to) {
     for (int64_t g = 0; g < r.groups; ++g, scales += ACROSS)
         for (int64_t t = 0; t < r.rows; ++t)
             for (int64_t o = 0; o < ACROSS; ++o) {
                 const int8_t* x = reinterpret_cast<const int8_t*>(r.at(g, t));
-                const uint8_t* codes = rows[o] + g * r.w.block + r.w.head;
+                const uint8_t* codes = panel.first[o] + g * r.w.block + r.w.head;
                 const float sum = float(summed(x, codes, r.w.group, r.four));
                 to[t * ACROSS + o] += held(held(sum * r.scale(g, t)) * scales[o]);
             }
 }
 
 // Of ACROSS outputs, by groups: the scales of 16 bits that blocks begin with.
-inline void scales_of(const uint8_t* const* rows, const Layout& layout, int64_t groups, float* to) {
+inline void scales_of(const Panel& panel, const Layout& layout, int64_t groups, float* to) {
+    const uint8_t* const* rows = panel.first;
 #if defined(__AVX512F__)
+    for (int64_t g = 0; g < (panel.packed ? groups : 0); ++g, to += ACROSS) {
+        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[0]) + g);
+        const __m512i widened = _mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+        store(to, layout.scales == FLOAT16 ? vec(_mm512_cvtph_ps(bits)) : vec(widened));
+    }
+    if (panel.packed) return;
     for (int64_t g = 0; g < groups; ++g, to += ACROSS) {
         __m512i bits = _mm512_setzero_si512();
 #pragma GCC unroll 16
@@ -75,19 +82,15 @@ inline void scales_apart(const Matrix& w, int64_t first, int64_t groups, float* 
 }
 
 // What is apart of a row, by ACROSS outputs, onto their sums.
-inline void add_outliers(const Rounded& r, int64_t t, const uint8_t* const* rows, const float* scales,
-                         float* sums) {
+inline void add_outliers(const Rounded& r, int64_t t, const Panel& panel, const float* scales, float* sums) {
     vec sum[ACROSS / LANES] = {};
     const int64_t half = r.w.group / 2;
     for (const Outlier& x : r.outliers[t]) {
-        const int64_t from = x.group * r.w.block + r.w.head, i = x.index;
+        const int64_t i = x.index, byte = r.four && i >= half ? i - half : i;
         alignas(64) float codes[ACROSS];
         for (int64_t o = 0; o < ACROSS; ++o) {
-            const uint8_t* at = rows[o] + from;
-            if (!r.four)
-                codes[o] = int8_t(at[i]);
-            else
-                codes[o] = (i < half ? at[i] & 15 : at[i - half] >> 4) - ZERO;
+            const uint8_t code = panel.code(r.w, o, x.group, byte);
+            codes[o] = !r.four ? int8_t(code) : (i < half ? code & 15 : code >> 4) - ZERO;
         }
         for (int64_t v = 0; v < ACROSS / LANES; ++v) {
             const vec weight = load(codes + v * LANES) * load(scales + x.group * ACROSS + v * LANES);
@@ -116,9 +119,11 @@ inline void ended(const float* sums, int64_t rows, int64_t some, const T* bias, 
 }
 
 // What sums groups by the weight's rows and scales.
-inline Passes* passes_of(const Rounded& r) {
+inline Passes* passes_of(const Rounded& r, bool packed) {
     if (r.w.group % CHUNK) return one_by_one;
 #if defined(OUTSIZE_FOURS)
+    if (packed && r.four) return r.chunks == 1 ? by_packed<true, 1> : by_packed<true, 0>;
+    if (packed) return r.chunks == 1 ? by_packed<false, 1> : by_packed<false, 0>;
     if (r.four) return r.chunks == 1 ? by_fours<true, 1> : by_fours<true, 0>;
     return r.chunks == 1 ? by_fours<false, 1> : by_fours<false, 0>;
 #elif defined(__AVX2__)
@@ -135,7 +140,8 @@ template <class T>
 void panel(const Rounded& r, int64_t first, float* work, T* y) {
     const Layout layout = r.w.layout();
     const int64_t count = std::min(ACROSS, r.w.outputs - first), row = r.groups * layout.block;
-    const uint8_t* rows[ACROSS];
+    Panel own{{}, r.w.packed && count == ACROSS};
+    const uint8_t** rows = own.first;
     for (int64_t o = 0; o < ACROSS; ++o)  // the last again where there are no more
         rows[o] = static_cast<const uint8_t*>(r.w.data) + (first + std::min(o, count - 1)) * row;
     for (int64_t i = 0; i < (FOURS ? 0 : ACROSS * row); i += 64) __builtin_prefetch(rows[0] + ACROSS * row + i);
@@ -143,13 +149,13 @@ void panel(const Rounded& r, int64_t first, float* work, T* y) {
     if (layout.scales == APART)
         scales_apart(r.w, first, r.groups, scales);
     else
-        scales_of(rows, layout, r.groups, scales);
+        scales_of(own, layout, r.groups, scales);
     std::fill(sums, sums + r.rows * ACROSS, 0.0f);
     for (int64_t t = 0; t < r.rows; ++t) __builtin_prefetch(y + first + t * r.w.outputs, 1);
-    auto* call = passes_of(r);
-    call(r, rows, scales, sums);
+    auto* call = passes_of(r, own.packed);
+    call(r, own, scales, sums);
     for (int64_t t = 0; t < int64_t(r.outliers.size()); ++t)
-        if (!r.outliers[t].empty()) add_outliers(r, t, rows, scales, sums + t * ACROSS);
+        if (!r.outliers[t].empty()) add_outliers(r, t, own, scales, sums + t * ACROSS);
     const T* bias = r.w.bias ? static_cast<const T*>(r.w.bias) + first : nullptr;
     auto* end = count == ACROSS ? ended<ACROSS, T> : ended<0, T>;
     end(sums, r.rows, count, bias, y + first, r.w.outputs);
@@ -178,9 +184,41 @@ void product(const T* x, const Matrix& w, T* y, int64_t tokens, Team team) {
     }
 }
 
+// A panel as it lies in files to one that is packed; from: a copy.
+void pack(const Matrix& w, const uint8_t* from, uint8_t* to) {
+    const int64_t groups = w.inner / w.group, size = w.block - w.head, row = groups * w.block;
+    const uint8_t shift = w.order == HALVES ? 0 : MIDDLE;
+    uint8_t* codes = to + ACROSS * groups * w.head;
+    for (int64_t o = 0; o < ACROSS; ++o)
+        for (int64_t g = 0; g < groups; ++g) {
+            const uint8_t* block = from + o * row + g * w.block;
+            std::memcpy(to + (g * ACROSS + o) * w.head, block, w.head);
+            uint8_t* own = codes + Panel::place(w, o, g, 0);
+            for (int64_t i = 0; i < size; i += 4, own += 4 * ACROSS)
+                for (int64_t k = 0; k < 4; ++k) own[k] = block[w.head + i + k] ^ shift;
+        }
+}
+
 }  // namespace
 
 extern "C" {
+
+// Whole panels of a weight's rows, packed in their place; 0 where products here read none that are.
+int outsize_eights_pack(const Matrix* w, int threads) {
+    if (!FOURS || w->group % CHUNK || w->outputs < ACROSS) return 0;
+    const int64_t bytes = ACROSS * w->inner / w->group * w->block;
+    uint8_t* panels = static_cast<uint8_t*>(const_cast<void*>(w->data));
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<uint8_t> copy(bytes);
+#pragma omp for schedule(static)
+        for (int64_t p = 0; p < w->outputs / ACROSS; ++p) {
+            std::memcpy(copy.data(), panels + p * bytes, bytes);
+            pack(*w, copy.data(), panels + p * bytes);
+        }
+    }
+    return 1;
+}
 
 // As outsize_rows_product, of a weight whose codes are bytes or halves that count from -8.
 void outsize_eights_product(int dtype, const void* x, const Matrix* w, void* y, int64_t tokens,

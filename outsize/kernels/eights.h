@@ -61,6 +61,26 @@ inline int32_t begin_of(const int8_t* x) {
 inline int32_t begin_of(const int8_t*) { return 0; }  // of passes by vectors alone
 #endif
 
+// Rows of a weight, ACROSS together: `first` each where they lie as in files; packed, first[0] alone, from
+// where all scales of 16 bits lie by groups, then codes by four neighbours of all outputs, those of 8 bits
+// counted from 0.
+struct Panel {
+    const uint8_t* first[ACROSS];
+    bool packed;
+
+    // Codes of a packed one.
+    const uint8_t* codes(const Matrix& w) const { return first[0] + ACROSS * (w.inner / w.group) * w.head; }
+    uint8_t code(const Matrix& w, int64_t output, int64_t group, int64_t byte) const {
+        if (!packed) return first[output][group * w.block + w.head + byte];
+        const uint8_t found = codes(w)[place(w, output, group, byte)];
+        return w.order == HALVES ? found : uint8_t(found ^ MIDDLE);
+    }
+    // Where a byte of codes is among all of a packed one.
+    static int64_t place(const Matrix& w, int64_t output, int64_t group, int64_t byte) {
+        return (group * (w.block - w.head) + byte / 4 * 4) * ACROSS + output * 4 + byte % 4;
+    }
+};
+
 inline uint32_t magnitude(float x) { return __builtin_bit_cast(uint32_t, x) & 0x7fffffffu; }
 inline bool apart(uint32_t magnitude) { return magnitude >= OUTLIER && magnitude < NOT_FINITE; }
 

@@ -60,6 +60,16 @@ def linear(
         return y_TO.view(*x.shape[:-1], outputs)
 
 
+def pack(laid: Laid, outputs: int) -> bool:
+    """Have the weight lie in its place as products read it best, by runs of PANEL outputs; False
+    where they read it best as it lies. What holds it is to say from then on that it is packed."""
+    if not (laid.ready and native.lies(laid.blocks_NB)) or laid.packed:
+        return False
+    inner = len(laid.blocks_NB) * laid.group // outputs
+    weight = laid.matrix(inner, None, "+a8")
+    return bool(native.loaded().outsize_eights_pack(weight.address, native.threads()))
+
+
 def plain(
     x_TI: Tensor,
     laid: Laid,

@@ -132,7 +132,8 @@ inline __m256i across(const uint8_t* x, const uint8_t* const* rows, int64_t from
                             _mm256_permute2x128_si256(sum[0], sum[4], 0x31));
 }
 
-void by_few(const Rounded& r, const uint8_t* const* rows, const float* scales, float* to) {
+void by_few(const Rounded& r, const Panel& panel, const float* scales, float* to) {
+    const uint8_t* const* rows = panel.first;
     for (int64_t g = 0; g < r.groups; ++g, scales += ACROSS)
         for (int64_t t = 0; t < r.rows; ++t)
             for (int v = 0; v < 2; ++v) {
@@ -143,7 +144,8 @@ void by_few(const Rounded& r, const uint8_t* const* rows, const float* scales, f
 }
 
 template <bool FOUR, int CHUNKS>
-void by_vectors(const Rounded& r, const uint8_t* const* rows, const float* scales, float* to) {
+void by_vectors(const Rounded& r, const Panel& panel, const float* scales, float* to) {
+    const uint8_t* const* rows = panel.first;
     alignas(64) uint8_t codes[MOST * ACROSS * 2];
     const int64_t block = r.w.block;
     for (int64_t g = 0; g < r.groups; ++g, scales += ACROSS) {

@@ -100,7 +100,8 @@ inline void add_some(const Rounded& r, int64_t first, int64_t last, int64_t row,
 // As many rows as registers hold by codes that are turned there; more by those turned some groups at a
 // time. Those of the next outputs are asked for: rows are too short for a processor to foresee them.
 template <bool FOUR, int CHUNKS>
-void by_fours(const Rounded& r, const uint8_t* const* rows, const float* scales, float* to) {
+void by_fours(const Rounded& r, const Panel& panel, const float* scales, float* to) {
+    const uint8_t* const* rows = panel.first;
     const int64_t block = r.w.block, head = r.w.head, chunks = CHUNKS ? CHUNKS : r.chunks;
     const int64_t bytes = FOUR ? CHUNK / 2 : CHUNK;
     const uint8_t* next = rows[0] + ACROSS * r.groups * block;
@@ -123,6 +124,44 @@ void by_fours(const Rounded& r, const uint8_t* const* rows, const float* scales,
             for (int k = 0; k < COLUMNS; ++k) w[k] = kept[((g - first) * chunks + c) * COLUMNS + k];
         };
         for (int64_t t = 0; t < r.rows; t += TILE)
+            add_some<FOUR, CHUNKS>(r, first, last, t, std::min(TILE, r.rows - t), scales, to, lying);
+    }
+}
+
+// The same of a packed panel, which lies as sums take it, but for codes of 4 bits; the next one is asked
+// for.
+template <bool FOUR, int CHUNKS>
+void by_packed(const Rounded& r, const Panel& panel, const float* scales, float* to) {
+    constexpr int READ = FOUR ? 4 : COLUMNS;  // vectors of a chunk
+    const int64_t chunks = CHUNKS ? CHUNKS : r.chunks;
+    const int64_t bytes = ACROSS * r.w.block;  // of a group
+    const uint8_t *codes = panel.codes(r.w), *next = panel.first[0] + r.groups * bytes;
+    const auto ask = [=](int64_t g) __attribute__((always_inline)) {
+        for (int64_t i = 0; i < bytes; i += 64)
+            _mm_prefetch(reinterpret_cast<const char*>(next + g * bytes + i), _MM_HINT_T1);
+    };
+    const auto lying = [=](int64_t g, int64_t c, __m512i* w) __attribute__((always_inline)) {
+        const uint8_t* from = codes + (g * chunks + c) * READ * 64;
+        const __m512i lower = _mm512_set1_epi8(15);
+#pragma GCC unroll 8
+        for (int k = 0; k < READ; ++k) {
+            w[k] = _mm512_loadu_si512(from + k * 64);
+            if constexpr (FOUR) {
+                w[4 + k] = _mm512_and_si512(_mm512_srli_epi16(w[k], 4), lower);
+                w[k] = _mm512_and_si512(w[k], lower);
+            }
+        }
+    };
+    const auto first_time = [=](int64_t g, int64_t c, __m512i* w) __attribute__((always_inline)) {
+        if (c == 0) ask(g);
+        lying(g, c, w);
+    };
+    if (r.rows <= TILE) return add_some<FOUR, CHUNKS>(r, 0, r.groups, 0, r.rows, scales, to, first_time);
+    const int64_t some = UNPACKED / chunks;  // groups
+    for (int64_t first = 0; first < r.groups; first += some) {
+        const int64_t last = std::min(r.groups, first + some);
+        add<FOUR, CHUNKS, TILE>(r, first, last, 0, scales, to, first_time);
+        for (int64_t t = TILE; t < r.rows; t += TILE)
             add_some<FOUR, CHUNKS>(r, first, last, t, std::min(TILE, r.rows - t), scales, to, lying);
     }
 }

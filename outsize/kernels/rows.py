@@ -38,13 +38,15 @@ ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 
 class Matrix(ctypes.Structure):
     """A weight as the passes in C++ are told of it (codes.h): addresses and sizes. Where group is
-    0, numbers as they lie, else blocks of codes. eights: of ROUNDINGS, which. most: of codes.h."""
+    0, numbers as they lie, else blocks of codes. eights: of ROUNDINGS, which. most, packed:
+    of codes.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("data", "bias", "scales", "table")),
         *((name, c_int64) for name in ("outputs", "inner", "group", "block", "head")),
         *((name, c_int32) for name in ("order", "kind", "eights", "every")),
         ("most", c_void_p),
+        ("packed", c_int64),
     )
     data: int | None
     bias: int | None
@@ -60,6 +62,7 @@ class Matrix(ctypes.Structure):
     eights: int
     every: int
     most: int | None
+    packed: int
 
     @property
     def address(self) -> int:

@@ -156,11 +156,12 @@ def divided(format: Format, name: str, d_in: int) -> None:
 
 @dataclass(frozen=True)
 class Coded:
-    """What a Linear is coded as, and which part of its weight lies here. eights: as of Coding."""
+    """What a Linear is coded as, which part lies here. eights: of Coding; packed: by eights.py."""
 
     format: Format
     grid: Grid
     eights: Rounding = ""
+    packed: bool = False
 
     def part(self, cut: Cut) -> Coded:
         """What is left where its codes are cut."""

@@ -70,6 +70,14 @@ def _of_eights(one: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
     return multiply(x, laid, one.sizes[0], bias, one.coded.eights, one.agree)
 
 
+def _lying(laid: Laid | None, codes_OR: Tensor) -> Tensor:
+    """Codes that are packed, as files have them."""
+    from outsize.kernels.codes import lying
+
+    assert laid is not None, "of whole numbers"
+    return lying(laid).blocks_NB.view(codes_OR.shape)
+
+
 class Linear(nn.Module):
     """x (..., d_in) -> (..., d_out); weight (d_out, d_in).
 
@@ -148,14 +156,19 @@ class Linear(nn.Module):
         """Rows of the weight that is coded."""
         assert self.coded is not None, "asked of one that is"
         shared, form = self._parameters.get(SCALES), self.coded.format
-        rows = self.get_parameter(CODES).detach()[first:last]
-        return form.decode(rows, shared, self.coded.grid.below(first), dtype)
+        codes = self.get_parameter(CODES).detach()
+        if self.coded.packed:
+            codes = _lying(self.laid(), codes)
+        return form.decode(codes[first:last], shared, self.coded.grid.below(first), dtype)
 
     def laid(self) -> Laid | None:
         """What codes stand for, as blocks; None where they are no values times scales."""
         assert self.coded is not None, "asked of one that is"
         shared, codes = self._parameters.get(SCALES), self.get_parameter(CODES).detach()
-        return self.coded.format.laid(codes, shared, self.coded.grid)
+        laid = self.coded.format.laid(codes, shared, self.coded.grid)
+        if laid is None or not self.coded.packed:
+            return laid
+        return laid._replace(packed=len(laid.blocks_NB) // len(codes))
 
     def matrix(self) -> Tensor:
         """The weight (d_out, d_in); of codes what they stand for, float32."""
