@@ -198,17 +198,15 @@ class PagedPast:
                 found.append((rows, self._seen([part for part, _ in here], rows)))
         return found
 
-    @cached_property
-    def _each(self) -> list[tuple[slice, Part | kernel.Seen]]:
-        """The same where heads are too large for tiles."""
-        every = slice(0, self.bounds[-1])
-        return [(every, self._seen(self.parts, every))]
-
     @property
-    def alone(self) -> kernel.Seen | None:
-        """What each token sees, where none is attended with others of its prompt."""
-        (_, seen), *more = self._runs
-        return seen if isinstance(seen, kernel.Seen) and not more else None
+    def tiled(self) -> bool:
+        """Whether a slice of a prompt is attended as training would."""
+        return any(isinstance(one, Part) for _, one in self._runs)
+
+    @cached_property
+    def seen(self) -> kernel.Seen:
+        """What each token sees."""
+        return self._seen(self.parts, slice(0, self.bounds[-1]))
 
     def _seen(self, parts: Sequence[Part], rows: slice) -> kernel.Seen:
         tables, begins = list[int](), list[int]()
@@ -241,7 +239,8 @@ class PagedPast:
             outputs = _on_device(self, q_THK, keys, values, spec)
         else:
             facts, outputs = (spec.scale, spec.window, spec.softcap), []
-            for rows, seen in self._runs if tiled else self._each:
+            every = slice(0, self.bounds[-1])  # heads may be too large for tiles
+            for rows, seen in self._runs if tiled else [(every, self.seen)]:
                 if isinstance(seen, kernel.Seen):
                     outputs.append(kernel.attend(q_THK[rows], keys, values, seen, *facts))
                     continue

@@ -42,11 +42,14 @@ Run = Callable[[Sequence[nn.Module], "Context"], list[Through]]  # how some bloc
 
 
 class Runs:
-    """The runs of blocks whose weights stay where they are, in steps whose tokens are attended each
-    alone. dtype: of what goes through; why: what keeps a block from being in one, by its place."""
+    """The runs of blocks whose weights stay where they are, in steps over pages. dtype: of what
+    goes through; prompts: whether steps with long slices of these go so too; why: what keeps a
+    block from being in one, by its place."""
 
-    def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
-        self._dtype, self._held = dtype, list[object]()
+    def __init__(
+        self, modules: Iterable[nn.Module], dtype: torch.dtype, prompts: bool = True
+    ) -> None:
+        self._dtype, self._held, self._prompts = dtype, list[object](), prompts
         self.why = dict[int, str]()
         self._layers = dict[nn.Module, blocks.Layer]()
         self._names = dict[str, int]()  # of ropes
@@ -62,7 +65,7 @@ class Runs:
         past = ctx.attend
         if not (isinstance(past, PagedPast) and rows.here()):
             return each_alone(modules, ctx)
-        if past.alone is None or isinstance(ctx.positions_T, FakeTensor):
+        if isinstance(ctx.positions_T, FakeTensor) or (past.tiled and not self._prompts):
             return each_alone(modules, ctx)
         found, ropes = list[Through](), [ctx.rope[name] for name in self._names]
         for own, some in itertools.groupby(modules, lambda one: one in self._layers):
@@ -158,8 +161,7 @@ class _Run:
     ) -> Tensor:
         if past.cache is not self._cache:
             self._hold(past.cache, x_TD)
-        assert past.alone is not None, "tokens are attended each alone"
-        return blocks.run(self._layers, x_TD, past.where, past.cache.size, past.alone, ropes)
+        return blocks.run(self._layers, x_TD, past.where, past.cache.size, past.seen, ropes)
 
     def _hold(self, cache: PagedCache, x_TD: Tensor) -> None:
         for layer, module in zip(self._layers, self._modules, strict=True):
@@ -189,9 +191,10 @@ def _block(module: nn.Module, ctx: Context, x_TD: Tensor) -> Tensor:
     return y_TD
 
 
-def runs_of(model: Decoder) -> Runs | Graphs | None:
-    """Of a model whose weights stay where they are; None where no blocks can be in a run."""
-    found = _found(model)
+def runs_of(model: Decoder, prompts: bool = True) -> Runs | Graphs | None:
+    """Of a model whose weights stay where they are; None where no blocks can be in a run. prompts:
+    as of Runs; a run of them works in fewer bytes than modules, which are what is foretold."""
+    found = _found(model, prompts)
     return None if found is None or len(found.why) == len(model.blocks) else found
 
 
@@ -209,11 +212,11 @@ def singly(model: Decoder) -> str | None:
     return f"{some} are called operator by operator, for {why}"
 
 
-def _found(model: Decoder) -> Runs | Graphs | None:
+def _found(model: Decoder, prompts: bool = True) -> Runs | Graphs | None:
     """None where there are no passes for any."""
     like = model.prologue.tokens.weight
     if accelerator.records(like.device):
         from outsize.decode.graphs import Graphs  # of devices
 
         return Graphs(model)
-    return Runs(model.blocks, like.dtype) if native.reads(like) else None
+    return Runs(model.blocks, like.dtype, prompts) if native.reads(like) else None

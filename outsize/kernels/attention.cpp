@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "team.h"
 #include "tiles.h"
 
 namespace {
@@ -146,15 +147,17 @@ void capped(float* scores, int rows, int columns, const Cap& cap) {
 
 // Tasks ---------------------------------------------------------------------------------------------
 
-// Tensors of a call: tokens and heads may lie any distance apart, a head's numbers may not.
+// Tensors of a call: tokens and heads may lie any distance apart, a head's numbers may not. rooms: of
+// the tokens of the one document that there is then.
 template <class T>
 struct Tensor {
     const T* data;
     int64_t by_token, by_head;
     int size;
+    const int64_t* rooms = nullptr;
 
     Rows<T> head(int64_t first, int64_t head) const {
-        return {data + first * by_token + head * by_head, by_token, size};
+        return {data + first * by_token + head * by_head, by_token, size, rooms};
     }
 };
 
@@ -412,9 +415,17 @@ std::vector<std::vector<Task>> backward_tasks(const int64_t* bounds, int64_t doc
 
 template <class Call>
 void run(const Call& call, const std::vector<std::vector<Task>>& rounds, int size, int value_size,
-         int threads) {
+         Team team) {
+    const int threads = team.count;
     size_t most = 0;
     for (const auto& tasks : rounds) most = std::max(most, tasks.size());
+    if (!team.starts()) {  // costly and cheap ones in turn
+        typename Call::Space space(size, value_size);
+        for (const auto& tasks : rounds)
+            for (size_t n = std::max(team.index, 0); n < tasks.size(); n += threads)
+                call.run(tasks[n], space);
+        return;
+    }
     const int useful = int(std::max<size_t>(1, std::min<size_t>(most, size_t(threads))));
 #pragma omp parallel num_threads(useful) if (useful > 1)
     {
@@ -429,25 +440,25 @@ void run(const Call& call, const std::vector<std::vector<Task>>& rounds, int siz
 // facts: tokens of queries, heads, key heads, K, W, window, past. With a past, q, o, their gradients
 // and lse begin at the first query that is asked for. Strides: of a token and of a head, for each input.
 template <class T>
-Tensor<T> tensor(const void* data, const int64_t*& strides, int64_t size) {
-    const Tensor<T> made{static_cast<const T*>(data), strides[0], strides[1], int(size)};
+Tensor<T> tensor(const void* data, const int64_t*& strides, int64_t size,
+                 const int64_t* rooms = nullptr) {
+    const Tensor<T> made{static_cast<const T*>(data), strides[0], strides[1], int(size), rooms};
     strides += 2;
     return made;
 }
 
 template <class T>
-void forward(const void* q, const void* k, const void* v, const int64_t* strides, void* o,
-             float* lse, const int64_t* facts, const int64_t* bounds, int64_t documents, float scale,
-             float softcap, int threads) {
+void forward(const void* q, const void* k, const void* v, const int64_t* strides,
+             const int64_t* rooms, void* o, float* lse, const int64_t* facts, const int64_t* bounds,
+             int64_t documents, float scale, float softcap, Team team) {
     const int64_t past = facts[6];
-    Forward<T> call{tensor<T>(q, strides, facts[3]), tensor<T>(k, strides, facts[3]),
-                    tensor<T>(v, strides, facts[4]), static_cast<T*>(o), lse, facts[0], facts[1],
+    Forward<T> call{tensor<T>(q, strides, facts[3]), tensor<T>(k, strides, facts[3], rooms),
+                    tensor<T>(v, strides, facts[4], rooms), static_cast<T*>(o), lse, facts[0], facts[1],
                     facts[1] / facts[2], scale, facts[5], Cap(softcap)};
     call.q.data -= past * call.q.by_token;  // a token's place is then that of its keys
     call.o -= past * facts[1] * facts[4];
     call.lse -= past;
-    run(call, {forward_tasks(bounds, documents, facts[1], past)}, int(facts[3]), int(facts[4]),
-        threads);
+    run(call, {forward_tasks(bounds, documents, facts[1], past)}, int(facts[3]), int(facts[4]), team);
 }
 
 template <class T>
@@ -463,7 +474,7 @@ void backward(const void* const* inputs, const int64_t* strides, const float* ls
     call.lse -= past;
     call.gq -= past * facts[1] * facts[3];
     run(call, backward_tasks(bounds, documents, facts[2], facts[5], past), int(facts[3]),
-        int(facts[4]), threads);
+        int(facts[4]), Team(threads));
 }
 
 }  // namespace
@@ -476,7 +487,16 @@ void outsize_attention(int dtype, const void* q, const void* k, const void* v,
                        const int64_t* bounds, int64_t documents, float scale, float softcap,
                        int threads) {
     auto* call = dtype == 0 ? forward<float> : forward<bfloat16>;
-    call(q, k, v, strides, o, lse, facts, bounds, documents, scale, softcap, threads);
+    call(q, k, v, strides, nullptr, o, lse, facts, bounds, documents, scale, softcap, Team(threads));
+}
+
+// The share of one of a team. Keys and values of the one document lie in rooms, by token.
+void outsize_attention_share(int dtype, const void* q, const void* k, const void* v,
+                             const int64_t* strides, const int64_t* rooms, void* o, float* lse,
+                             const int64_t* facts, const int64_t* bounds, float scale, float softcap,
+                             int threads, int index) {
+    auto* call = dtype == 0 ? forward<float> : forward<bfloat16>;
+    call(q, k, v, strides, rooms, o, lse, facts, bounds, 1, scale, softcap, Team(threads, index));
 }
 
 // inputs: the gradient of the output, q, k, v and the output. gq, gk and gv are added to.

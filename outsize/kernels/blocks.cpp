@@ -6,10 +6,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "codes.h"
 #include "storage.h"
 #include "team.h"
+#include "tiles.h"
 
 using outsize::Matrix;
 using outsize::Meeting;
@@ -28,6 +30,8 @@ void outsize_pages_put(int, int, const void*, void*, void*, const int64_t*, int6
 void outsize_pages_attend(int, int, const void*, const void*, const void*, const void*, const void*,
                           void*, const int64_t*, const int64_t*, const int64_t*, const int64_t*,
                           int64_t, float, float, int, int);
+void outsize_attention_share(int, const void*, const void*, const void*, const int64_t*, const int64_t*,
+                             void*, float*, const int64_t*, const int64_t*, float, float, int, int);
 }
 
 namespace {
@@ -37,6 +41,8 @@ using outsize::narrow;
 using outsize::wide;
 
 constexpr int64_t LINE = 64;  // numbers: shares of flat tensors begin whole cache lines
+constexpr int64_t TILE = outsize::BLOCK;  // tokens of a tile of attention.cpp
+constexpr int AS_STORED = 0;  // a form of pages, as pages.cpp has it
 
 struct Norm {
     const void* weight;  // null: none
@@ -62,6 +68,39 @@ struct Step {
     int64_t tokens, hidden, page;
     int32_t dtype, threads;
 };
+
+// Tokens [first, last) that are attended at once: each alone, or as a prompt's by the tiles of training,
+// which gives the same bits. rooms: of the tokens of its sequence, where they lie; none: each alone.
+struct Stretch {
+    int64_t first, last;
+    std::vector<int64_t> rooms;
+};
+
+// Those of a step: of a prompt what begins a tile.
+std::vector<Stretch> stretches(const Step& s) {
+    std::vector<Stretch> found;
+    const auto alone = [&](int64_t first, int64_t last) {
+        if (first == last) return;
+        if (found.empty() || !found.back().rooms.empty()) found.push_back({first, last, {}});
+        found.back().last = last;
+    };
+    for (int64_t first = 0, last; first < s.tokens; first = last) {
+        const int64_t place = s.positions[first], *pages = s.tables + s.begins[first];
+        for (last = first + 1; last < s.tokens && s.begins[last] == s.begins[first] &&
+                               s.positions[last] == place + last - first;)
+            ++last;
+        const int64_t begin = std::min(last, first + (TILE - place % TILE) % TILE);
+        if (last - begin < TILE) {
+            alone(first, last);
+            continue;
+        }
+        alone(first, begin);
+        found.push_back({begin, last, {}});
+        for (int64_t at = 0; at < place + last - first; ++at)
+            found.back().rooms.push_back(pages[at / s.page] * s.page + at % s.page);
+    }
+    return found;
+}
 
 // Numbers of a token that work takes, for the largest layer: as few as the modules would hold. Norms'
 // inverses come last, as products are slow where rows do not begin whole lines of a cache.
@@ -91,6 +130,7 @@ template <class T>
 struct Run {
     const Step& step;
     const Room room;
+    const std::vector<Stretch>& parts;
     const Team team;
     Meeting& meeting;
     T* x;
@@ -98,8 +138,9 @@ struct Run {
     float* inverse;
     const int64_t first, last, count;  // tokens of this thread, and how many all are
 
-    Run(const Step& s, const Room& r, Team t, Meeting& m, void* stream, void* work)
-        : step(s), room(r), team(t), meeting(m), x(static_cast<T*>(stream)),
+    Run(const Step& s, const Room& r, const std::vector<Stretch>& p, Team t, Meeting& m, void* stream,
+        void* work)
+        : step(s), room(r), parts(p), team(t), meeting(m), x(static_cast<T*>(stream)),
           normed(static_cast<T*>(work)), first(t.first(s.tokens)), last(t.last(s.tokens)),
           count(s.tokens) {
         inverse = reinterpret_cast<float*>(normed + room.all(count));
@@ -144,6 +185,26 @@ struct Run {
                           step.where + first, last - first, l.groups, size);
     }
 
+    void attend(const Layer& l, const Stretch& part, const T* q, T* to) const {
+        const int64_t first = part.first, many = part.last - first, past = step.positions[first];
+        q += first * l.heads * l.head;
+        to += first * l.heads * l.value;
+        if (part.rooms.empty() || l.form != AS_STORED) {
+            const int64_t sizes[] = {step.page, l.heads, l.groups, l.head, l.value, l.window, l.value};
+            outsize_pages_attend(step.dtype, l.form, q, l.keys, l.key_scales, l.values, l.value_scales,
+                                 to, step.tables, step.begins + first, step.positions + first, sizes,
+                                 many, l.scale, l.softcap, team.count, team.index);
+            return;
+        }
+        const int64_t facts[] = {many, l.heads, l.groups, l.head, l.value, l.window, past};
+        const int64_t strides[] = {l.heads * l.head, l.head, l.groups * l.head, l.head,
+                                   l.groups * l.value, l.value};
+        const int64_t bounds[] = {0, past + many};
+        outsize_attention_share(step.dtype, q, l.keys, l.values, strides, part.rooms.data(), to,
+                                inverse + first * l.heads, facts, bounds, l.scale, l.softcap,
+                                team.count, team.index);
+    }
+
     void add(const Norm& behind) {
         const T* more = norm(behind, given, normed, 1, room.hidden);
         for (int64_t i = first * room.hidden; i < last * room.hidden; ++i)
@@ -165,10 +226,7 @@ struct Run {
         put(l, k, l.keys, l.key_scales, l.head);
         put(l, v, l.values, l.value_scales, l.value);
         meet();
-        const int64_t sizes[] = {step.page, l.heads, l.groups, l.head, l.value, l.window, l.value};
-        outsize_pages_attend(step.dtype, l.form, q, l.keys, l.key_scales, l.values, l.value_scales,
-                             spare, step.tables, step.begins, step.positions, sizes, count, l.scale,
-                             l.softcap, team.count, team.index);
+        for (const Stretch& part : parts) attend(l, part, q, spare);
         meet();
         product(l.o, spare, given);
         meet();
@@ -202,13 +260,14 @@ struct Run {
 template <class T>
 void together(const Step& step, const Layer* layers, int64_t count, void* x, void* work) {
     const Room room(step, layers, count);
+    const std::vector<Stretch> parts = stretches(step);
     Meeting meeting;
 #pragma omp parallel num_threads(step.threads)
     {
         const Team team(omp_get_num_threads(), omp_get_thread_num());  // as many as there are
 #pragma omp single
         meeting.of(team.count);
-        Run<T>(step, room, team, meeting, x, work).all(layers, count);
+        Run<T>(step, room, parts, team, meeting, x, work).all(layers, count);
     }
 }
 

@@ -229,12 +229,15 @@ void product(const Product& p) {
 
 // Tiles ---------------------------------------------------------------------------------------------
 
-// Rows of a tensor in memory: tokens of one head.
+// Rows of a tensor in memory: tokens of one head. rooms: which row a token has; null: its own.
 template <class T>
 struct Rows {
     const T* start;
     int64_t stride;
     int size;
+    const int64_t* rooms = nullptr;
+
+    const T* row(int64_t token) const { return start + (rooms ? rooms[token] : token) * stride; }
 };
 
 inline int rounded(int x, int step) { return (x + step - 1) / step * step; }
@@ -244,7 +247,7 @@ template <class T>
 void copy(const Rows<T>& from, int64_t first, int count, float* to) {
     const int width = rounded(from.size, LANES);
     for (int i = 0; i < count; ++i) {
-        const T* __restrict__ x = from.start + (first + i) * from.stride;
+        const T* __restrict__ x = from.row(first + i);
         float* __restrict__ y = to + i * ROW;
         for (int d = 0; d < from.size; ++d) y[d] = wide(x[d]);
         for (int d = from.size; d < width; ++d) y[d] = 0;

@@ -202,7 +202,7 @@ class Model(Decoder):
             if self.counts:
                 self.timing = self.home.timing()
             return
-        with Session(self, run=None if self.counts else runs_of(self)) as session:
+        with Session(self, run=None if self.counts else runs_of(self, prompts=False)) as session:
             if self.counts:
                 session.count()
             yield session, PREFILL_TOKENS

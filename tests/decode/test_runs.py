@@ -70,6 +70,32 @@ def test_a_run_is_its_modules_bit_for_bit(name: str, dtype: torch.dtype, form: s
         assert torch.equal(mine, theirs) and bool(mine.isfinite().all())
 
 
+# Prompts that begin a tile of training's, end in one, go on within one and lie in pages anywhere.
+LONG = (
+    [7, 2, 11, 0, 9, 1, 14, 3, 21, 20, 23, 22, 19], [5], [4, 13, 6, 15, 8, 12, 10, 16, 17, 18],
+)  # fmt: skip
+SLICES = ((70, 2, 64), (1, 1, 65), (135, 0, 1), (1, 1, 20))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "form"),
+    [
+        ("llama", torch.float32, "as-stored"), ("windows", torch.float32, "as-stored"),
+        ("norms of heads", torch.bfloat16, "as-stored"), ("llama", torch.float32, "int8"),
+    ],
+)  # fmt: skip
+def test_prompts_are_in_runs_bit_for_bit(name: str, dtype: torch.dtype, form: str) -> None:
+    model = model_of(MODELS[name], dtype)
+    runs = runs_of(model)
+    assert runs is not None
+    found, expected = (
+        stepped(model, PagedCache(24, 16, 3, form), through, LONG, SLICES)
+        for through in (runs, each_alone)
+    )
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs) and bool(mine.isfinite().all())
+
+
 @pytest.mark.parametrize(
     "format", ["int8", "int4:32", "q8_0", "q4_0", "nf4:32", "int4:32+a8", "int8-rows:32+outliers"]
 )

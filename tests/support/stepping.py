@@ -1,4 +1,4 @@
-"""Three steps of decoding through the blocks of a model."""
+"""Steps of decoding through the blocks of a model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from outsize.decode.runs import Run
 from outsize.kernels import rows
 from outsize.models.decoder import Decoder
 
+TABLES, FED = ([7, 2], [0], [4, 5]), ((17, 0, 3), (1, 4, 20), (1, 1, 1))
 LLAMA = {
     "model_type": "llama", "vocab_size": 50, "hidden_size": 128, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 160,
@@ -16,11 +17,19 @@ LLAMA = {
 }  # fmt: skip
 
 
-def stepped(model: Decoder, cache: PagedCache, through: Run) -> list[torch.Tensor]:
+def stepped(
+    model: Decoder,
+    cache: PagedCache,
+    through: Run,
+    tables: tuple[list[int], ...] = TABLES,
+    fed_each: tuple[tuple[int, ...], ...] = FED,
+) -> list[torch.Tensor]:
+    """What goes out of the blocks in each step. tables: pages by sequence; fed_each: by step,
+    tokens of each."""
     draw, found = torch.Generator().manual_seed(5), []
-    tables, before = ([7, 2], [0], [4, 5]), [0, 0, 0]
+    before = [0] * len(tables)
     with torch.no_grad(), rows.alone():
-        for fed in ((17, 0, 3), (1, 4, 20), (1, 1, 1)):
+        for fed in fed_each:
             parts = (Part(tables[n], before[n], count, 0, n) for n, count in enumerate(fed))
             past = PagedPast(cache, tuple(part for part in parts if part.tokens))
             before = [a + b for a, b in zip(before, fed, strict=True)]
