@@ -49,7 +49,10 @@ _SOURCES = tuple(
 )
 _HEADERS = tuple(
     Path(__file__).with_name(f"{name}.h")
-    for name in ("codes", "eights", "eights_avx2", "eights_vnni", "storage", "team", "tiles")
+    for name in (
+        *("blockwise", "blockwise_avx2", "blockwise_avx512", "codes", "eights", "eights_avx2"),
+        *("eights_vnni", "storage", "team", "tiles"),
+    )
 )
 _COMPILERS = ("g++", "c++", "clang++")  # g++ first: PyTorch's OpenMP runtime is its
 _FLAGS = (

@@ -187,8 +187,9 @@ def around(x: torch.Tensor) -> torch.Tensor:
     return (bits[:, None] + torch.arange(-8, 9, dtype=torch.int32)).flatten().view(torch.float32)
 
 
+@pytest.mark.parametrize("block", [32, 64, 256])  # passes of 32 numbers, and of 64
 @pytest.mark.parametrize("short", [0, 5])
-def test_numbers_next_to_a_border_get_its_side(short):
+def test_numbers_next_to_a_border_get_its_side(short, block):
     """Every border of both tables and what is next to it, zeros, subnormals and the ends. The new
     moments are the gradients and their squares: 1 in each block makes the scales 1."""
     signed, unsigned = (table(one).borders[:-1] for one in (True, False))
@@ -196,12 +197,12 @@ def test_numbers_next_to_a_border_get_its_side(short):
     x = torch.cat([signed, unsigned, unsigned.sqrt(), ends, -ends])
     x = torch.cat([around(x[x != 0]), torch.tensor([0.0, -0.0])])
     x = x[x.abs() <= 1]
-    rows = torch.ones(-(-len(x) // 31), 32)
-    rows[:, 1:] = torch.cat([x, torch.zeros(-len(x) % 31)]).view(-1, 31)
+    rows = torch.ones(-(-len(x) // (block - 1)), block)
+    rows[:, 1:] = torch.cat([x, torch.zeros(-len(x) % (block - 1))]).view(-1, block - 1)
     gradient = rows.flatten()[: rows.numel() - short]
-    weights, moments = torch.zeros_like(gradient), fresh(len(gradient), 32)
+    weights, moments = torch.zeros_like(gradient), fresh(len(gradient), block)
     with torch.no_grad():
-        update(weights, gradient, moments, 32, Rates(0.01, (0.0, 0.0), 1e-8, 0.0, 1))
+        update(weights, gradient, moments, block, Rates(0.01, (0.0, 0.0), 1e-8, 0.0, 1))
     for codes, number, borders in (
         (moments.mean, gradient, signed), (moments.square, gradient.square(), unsigned),
     ):  # fmt: skip
@@ -209,12 +210,13 @@ def test_numbers_next_to_a_border_get_its_side(short):
         assert len(codes.unique()) == 256 and (moments.mean_scale == 1).all()
 
 
-def test_what_is_not_finite_reaches_the_weights_and_nothing_else():
-    weights, moments = torch.ones(64), fresh(64, 32)
+@pytest.mark.parametrize("block", [32, 64])
+def test_what_is_not_finite_reaches_the_weights_and_nothing_else(block):
+    weights, moments = torch.ones(64), fresh(64, block)
     gradient = torch.ones(64)
     gradient[3] = math.nan
     with torch.no_grad():
-        update(weights, gradient, moments, 32, Rates(0.01, (0.9, 0.95), 1e-8, 0.0, 1))
+        update(weights, gradient, moments, block, Rates(0.01, (0.9, 0.95), 1e-8, 0.0, 1))
     assert weights[3].isnan() and weights.isnan().sum() == 1
 
 
