@@ -15,7 +15,6 @@ from outsize.cli.command import Light, adapted, adapters_of, optioned
 
 if TYPE_CHECKING:
     from socket import socket
-    from types import ModuleType
 
     from outsize.collectives import Mesh
     from outsize.data.tokenizer import Tokenizer
@@ -117,7 +116,7 @@ def serve(
     from outsize.serve.room import Wanted
     from outsize.serve.slo import NONE, parse_slo
 
-    server, keys = _server(), _keys(host, key_file)
+    keys = _keys(host, key_file)
     promised = NONE if slo is None else parse_slo(slo)
     chosen(policy, promised)
     if draft is not None:
@@ -133,22 +132,18 @@ def serve(
     place = accelerator.named(device)
     found, config, text = found_in(directory, tokenizer)
     config, dtype = held(config, weights, "--weights")
-    listening = server.socket_of(host, port)  # a port in use is known before weights are read
+    listening = _listening(host, port)  # a port in use is known before weights are read
     with listening, opened(found, config, limits, place, adapters_of(adapters), dtype) as model:
         served.go(model, text, found, listening)
 
 
-def _server() -> ModuleType:
-    """What starts it, where all is there that it takes."""
-    from outsize.errors import OutsizeError
+def _listening(host: str, port: int) -> socket:
+    """The socket; a server's own imports begin."""
+    from outsize.serve.http.listening import import_meanwhile, socket_of
 
-    try:
-        from outsize.serve.http import run
-    except ImportError as error:
-        raise OutsizeError(
-            f"serve: {error.name} is missing; pip install 'outsize[serve]'"
-        ) from None
-    return run
+    found = socket_of(host, port)
+    import_meanwhile()
+    return found
 
 
 def _tiers(
@@ -165,13 +160,18 @@ def _tiers(
 
 
 def _keys(host: str, key_file: Path | None) -> tuple[str, ...]:
-    """Of which requests must have one."""
+    """Of which requests must have one. OutsizeError where what serves them is not installed."""
     from outsize.errors import OutsizeError
-    from outsize.serve.http.guard import keys_in
+    from outsize.serve.http.listening import check_installed
 
+    check_installed()
     if key_file is None and host not in LOCAL:
         raise OutsizeError(f"--host {host} is open to other machines; give a --key-file with it")
-    return () if key_file is None else keys_in(key_file)
+    if key_file is None:
+        return ()
+    from outsize.serve.http.guard import keys_in
+
+    return keys_in(key_file)
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,8 @@ class _Served:
         from outsize.models.packing import pack
         from outsize.serve.drafts import DRAFTERS
         from outsize.serve.engine import Engine
-        from outsize.serve.http.run import run, socket_of
+        from outsize.serve.http.listening import socket_of
+        from outsize.serve.http.run import run
         from outsize.serve.policies import chosen
         from outsize.serve.room import served
 
@@ -241,7 +242,7 @@ class _Served:
         from outsize.cli.generate import found_in
         from outsize.launch.hosts import started
         from outsize.plan.settings import NONE
-        from outsize.serve.http.run import socket_of
+        from outsize.serve.http.listening import socket_of
         from outsize.serve.workers import Asked, run_workers, several
 
         names = ("wanted", "policy", "draft", "tokenizer")

@@ -15,7 +15,8 @@ from outsize.kernels import rows
 from outsize.models.decoder import Decoder
 from outsize.models.seams import Context
 from outsize.serve.price import Curve, Price
-from outsize.simulate.tokens import Pace, timed
+from outsize.simulate.kept import kept
+from outsize.simulate.tokens import Pace, resident, timed
 
 _COUNTS = (1, 4, 16, 64, 256, 1024)  # tokens of a step that are timed
 _LONG = 0.1  # seconds of one timing, beyond which no larger one follows
@@ -23,6 +24,30 @@ _DEEP = 1024  # cached tokens that are visited, at most
 _VISITING = 8  # tokens that visit them
 _DRAWN = 8
 _PAGE = 16
+_LOOKED = (1, 16)  # tokens of a step that are timed again at a later start
+_SAME = 0.25  # of its seconds, within which a step takes what it took
+
+
+@torch.no_grad()
+def priced(model: Decoder, budget: int, context: int) -> Price:
+    """Of a model that is in memory as a whole: what an earlier start has found, where steps of few
+    tokens take now what they took then, or else as `probed` finds it."""
+    stages = range(len(model.blocks) + 2)
+
+    def holds(known: Price) -> bool:
+        run = runs_of(model) or each_alone
+        few = timed(model, stages[1:-1])
+        for count, then in known.blocks.points:
+            blocks = few if model.config.rewired or then > _LONG else stages[1:-1]
+            if count in _LOOKED:
+                now = _through(model, blocks, 0, count, run).whole(model, stages[1:-1])
+                if abs(now - then) > _SAME * then:
+                    return False
+        return True
+
+    with rows.alone():
+        key = (resident(model), budget, context)
+        return kept(Price, key, lambda: probed(model, stages, budget, context), holds)
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ from outsize.serve.lying import notes_on, page_of, refuse
 from outsize.serve.meshed import OnMesh
 from outsize.serve.model import Model
 from outsize.serve.price import Curve, Price
-from outsize.serve.probed import probed
+from outsize.serve.probed import priced, probed
 from outsize.serve.slo import NONE, Slo, unkept
 from outsize.serve.steps import message
 from outsize.simulate.tokens import LEAST_SLICE, Held, Needs, needs, resident
@@ -197,7 +197,7 @@ def served(model: Model, wanted: Wanted, tell: Callable[[str], object] = str) ->
 def _price(model: Model, home: InFiles | OnMesh | None, budget: int, context: int) -> Price:
     """Of steps, by timing some. On several workers, who all ask, cached tokens take no time."""
     if home is None:
-        return probed(model, range(len(model.blocks) + 2), budget, context)
+        return priced(model, budget, context)
     if isinstance(home, InFiles) and home.world.mesh.size == 1:
         assert home.outlook is not None, "it is ready"
         return probed(model, home.outlook.layout.filled, budget, context, home.outlook.reading)

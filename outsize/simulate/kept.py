@@ -45,11 +45,14 @@ class _Silent(Exception):
     """Something that has no text that says all of it."""
 
 
-def kept(kind: type[T], key: object, find: Callable[[], T]) -> T:
-    """What `find` gives, or gave a process before that asked with an equal key."""
+def kept(
+    kind: type[T], key: object, find: Callable[[], T], holds: Callable[[T], bool] | None = None
+) -> T:
+    """What `find` gives, or gave a process before that asked with an equal key. holds: whether what
+    was measured then is so now; None: it follows from the key."""
     path = _path(kind, key)
     known = None if path is None else _read(kind, path)
-    if known is not None:
+    if known is not None and (holds is None or holds(known)):
         return known
     found = find()
     if path is not None:

@@ -17,7 +17,7 @@ from outsize.serve.asks import Room
 from outsize.serve.engine import Engine
 from outsize.serve.http.app import Serving, app_of
 from outsize.serve.http.guard import Guard
-from outsize.serve.http.run import socket_of
+from outsize.serve.http.listening import socket_of
 from outsize.serve.talk import Talk
 
 KEY = "sesame"

@@ -26,22 +26,6 @@ _DRAIN = 600  # seconds that answers under way have at the end
 _WAITING = 2048  # connections that the system holds until they are taken
 
 
-def socket_of(host: str, port: int) -> socket.socket:
-    """Bound. OutsizeError for an address that cannot be had."""
-    kind = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(kind, socket.SOCK_STREAM)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        made.bind((host, port))
-    except (OSError, OverflowError) as error:
-        made.close()
-        why = getattr(error, "strerror", None) or str(error)
-        raise OutsizeError(
-            f"--port {port} on {host}: {why}; choose another, or 0 for any"
-        ) from None
-    return made
-
-
 def run(
     engine: Engine,
     text: Tokenizer,

@@ -1,0 +1,76 @@
+"""What an earlier start has timed is believed where steps take what they took, and only there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from outsize.errors import OutsizeError
+from outsize.models.build import build
+from outsize.models.families import parse
+from outsize.serve import probed as probing
+from outsize.serve.http import listening
+from outsize.serve.probed import priced
+from outsize.simulate import kept as keeping
+
+MODEL = {
+    "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "intermediate_size": 48, "vocab_size": 257,
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+}  # fmt: skip
+
+
+class Machine:
+    """On which everything takes `seconds`; timed: how often that was asked."""
+
+    seconds, timed = 1.0, 0
+
+    def quickest(self, call: object, device: torch.device) -> float:
+        self.timed += 1
+        return self.seconds
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    found = Machine()
+    monkeypatch.setattr(keeping, "user_cache", lambda: tmp_path)
+    monkeypatch.setattr(probing, "_quickest", found.quickest)
+    monkeypatch.setattr(probing, "_LONG", 10.0)  # so that all blocks are timed
+    return found
+
+
+def test_a_second_start_looks_at_few_steps_and_believes_the_first(machine) -> None:
+    model = build(parse(MODEL), 0)
+    first = priced(model, 64, 128)
+    whole, machine.timed, machine.seconds = machine.timed, 0, 1.2
+    assert priced(model, 64, 128) == first
+    assert 0 < machine.timed == 2 * len(model.blocks) < whole
+
+
+@pytest.mark.parametrize("seconds", [0.7, 1.4])
+def test_a_machine_that_is_slower_or_quicker_now_is_timed_anew(machine, seconds) -> None:
+    model = build(parse(MODEL), 0)
+    first = priced(model, 64, 128)
+    machine.seconds = seconds
+    found = priced(model, 64, 128)
+    assert found.blocks(1) == pytest.approx(seconds * first.blocks(1))
+    assert priced(model, 64, 128) == found  # and that is kept
+
+
+def test_another_step_context_or_type_is_timed_anew(machine) -> None:
+    model = build(parse(MODEL), 0)
+    first = priced(model, 64, 128)
+    machine.seconds = 1.1
+    for asked in ((model, 16, 128), (model, 64, 32), (build(parse(MODEL), 0).double(), 64, 128)):
+        assert priced(*asked).head != first.head
+
+
+def test_what_is_not_installed_is_said_before_a_model_is_read(monkeypatch) -> None:
+    known = listening.find_spec
+    monkeypatch.setattr(
+        listening, "find_spec", lambda name: None if name == "llguidance" else known(name)
+    )
+    with pytest.raises(OutsizeError, match=r"llguidance is missing; pip install 'outsize\[serve\]"):
+        listening.check_installed()
