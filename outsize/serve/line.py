@@ -16,7 +16,8 @@ from outsize.serve.asks import Ask, Counts, Deliver, End, Full, Room
 from outsize.serve.drafts import Drafter
 from outsize.serve.pages import books_of
 from outsize.serve.policies import Policy, Step, View, first_come
-from outsize.serve.request import Feed, Piece, Request, Shares, foretold, load_of
+from outsize.serve.price import Piece
+from outsize.serve.request import Feed, Request, Shares, foretold, load_of
 from outsize.serve.slo import Drift, Load, limits, shown, spans, wait
 from outsize.serve.waiting import Queue
 
@@ -28,13 +29,6 @@ def _behind(among: Mapping[int, Request], request: Request, order: Step) -> Iter
     for key in itertools.takewhile(lambda key: key != request.key, reversed(order)):
         if among[key].begun:
             yield among[key]
-
-
-def _alike(request: Request, size: int) -> bool:
-    """Whether one more token of who draws, neither the first nor the last, changes its number and
-    nothing else in the books of pages of this size."""
-    between = 0 < request.drawn < request.ask.max_new_tokens - 1
-    return between and 0 < request.fed % size < size - 1
 
 
 def _refused(counts: Counts, why: str, seconds: float) -> Full:
@@ -127,7 +121,7 @@ class Line:
             if key in self.requests:
                 self.leave(self.requests[key], End("cancelled"))
         self.cancelled.clear()
-        budget, self.slots = self.limits()
+        budget, self.slots = _of_step(self, self._drafter is not None)
         view, going = _view(self, self.queue, budget), bool(self.going)
         found = self._composed(self._policy(view), budget, alike)
         if not self.order and going:  # who is wanted lacks what others have
@@ -163,7 +157,12 @@ class Line:
             if not count:
                 continue
             request = self.requests[key]
-            if key in drawing and _alike(request, size):
+            # One more token, neither the first nor the last, within a page: only numbers change.
+            if (
+                key in drawing
+                and 0 < request.fed % size < size - 1
+                and 0 < request.drawn < request.ask.max_new_tokens - 1
+            ):
                 order.append(request)
                 pieces.append((request.fed, 1, True))
                 apart.append(request)
@@ -356,6 +355,16 @@ class Line:
         slicing = (one.fed for key, one in self.going.items() if key not in self.drawing)
         depth = max(slicing, default=0)
         return limits(room.price, tpot, drawing, depth, room.budget, room.slots)
+
+
+def _of_step(line: Line, drafts: bool) -> tuple[int, int]:
+    """As limits; where all draw, and nobody waits or drafts, no number of tokens is sought."""
+    room, some = line.room, len(line.drawing)
+    if drafts or line.queue or not 0 < some == len(line.going) or room.slo.tpot == math.inf:
+        return line.limits()
+    deepest = max(one.fed for one in line.drawing.values())
+    most = room.price.beside(room.slo.tpot / line.drift.slowest, room.slots, deepest)
+    return min(some, room.budget), most
 
 
 def full(line: Line, tokens: int) -> bool:

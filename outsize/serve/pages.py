@@ -165,33 +165,34 @@ class Pages:
     def extend(self, owner: int, tokens: int) -> None:
         """Room for so many tokens in all, which is there."""
         pages = self._held[owner].pages
-        for _ in range(self.missing(owner, tokens)):
+        for _ in range(-(-tokens // self.size) - len(pages)):
             page = self._taken()
             self._users[page] = 1
             pages.append(page)
 
     def written(self, owner: int, ids: Sequence[int], tokens: int) -> None:
         """The pages hold the first so many of these tokens: what is full is known."""
-        held = self._held[owner]
-        while self.sharing and (held.named + 1) * self.size <= tokens:
-            page, key = held.pages[held.named], (held.last, _some(ids, held.named, self.size))
+        held, size = self._held[owner], self.size
+        for index in range(held.named, tokens // size if self.sharing else 0):
+            page, key = held.pages[index], (held.last, _some(ids, index, size))
             known = self._known.setdefault(key, page)
             if known == page:
-                name = self._below.named(key)  # so that those behind it are found there too
+                # As below, if it is there, so that those behind it are found there too.
+                name = self._below.named(key) if self._slots else None
                 if name is None:
-                    self._given += 1
-                    name = self._given
-                self._full[page] = _Known(key, name, held.named * self.size)
-            held.named, held.last = held.named + 1, self._full[known].name
+                    self._given = name = self._given + 1
+                self._full[page] = _Known(key, name, index * size)
+            held.named, held.last = index + 1, self._full[known].name
 
     def end(self, owner: int, again: bool = False) -> None:
         """A request goes; its last pages are the first to be taken. again: it will come back."""
+        users, full = self._users, self._full
         for page in reversed(self._held.pop(owner).pages):
-            self._users[page] -= 1
-            if again and page in self._full:
+            users[page] -= 1
+            if again and page in full:
                 self._wanted.add(page)
-            if not self._users[page]:
-                if page in self._full:
+            if not users[page]:
+                if page in full:
                     self._kept[page] = None
                 else:
                     self._free.append(page)
@@ -242,18 +243,19 @@ class Pages:
             self.used = max(self.used, page + 1)
             return page
         page, _ = self._kept.popitem(last=False)
-        key, name, start = self._full[page]
-        wanted = page in self._wanted and self._price.keeps(start, self.size)
-        self._forget(page)
-        if wanted and self._below.found(key) is None:
+        wanted = self._slots > 0 and page in self._wanted
+        key, name, start = self._forget(page)
+        if wanted and self._price.keeps(start, self.size) and self._below.found(key) is None:
             slot = self._below.keep(key, name)
             if slot is not None:
                 self.moves.append(Move(page, slot, True))
         return page
 
-    def _forget(self, page: int) -> None:
-        del self._known[self._full.pop(page).key]
+    def _forget(self, page: int) -> _Known:
+        found = self._full.pop(page)
+        del self._known[found.key]
         self._wanted.discard(page)
+        return found
 
 
 def _some(ids: Sequence[int], index: int, size: int) -> tuple[int, ...]:

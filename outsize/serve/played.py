@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -200,7 +201,8 @@ class _Play:
         self._again(going, steps, self._now - before)
         line.counts.steps += steps
         line.counts.busy += self._now - before
-        self._played.gaps += [(gap, len(going)) for gap in np.diff(times[: steps + 1]).tolist()]
+        gaps = np.diff(times[: steps + 1]).tolist()
+        self._played.gaps += zip(gaps, repeat(len(going)), strict=False)
 
     def _until_next(self, going: Sequence[Request]) -> int:
         """Steps that are surely enough until somebody comes: later ones take no less."""

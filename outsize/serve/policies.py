@@ -159,21 +159,31 @@ def _level(one: Going, now: float, turn: float) -> Rank:
 def deadline(view: View) -> Step:
     """Everybody's next token, and then prompts by when they are due, those first that can still be
     in time by what is foretold of them."""
-    ranks = {key: _urgency(one, view.now, view.price, view.slo) for key, one in view.going.items()}
-    order = sorted((*rank[:2], key) for key, rank in ranks.items())
-    drawing = [key for _, _, key in order if key in view.drawing]
-    fed, slicing = dict.fromkeys(drawing, 1), [one for one in order if one[2] not in view.drawing]
-    come = view.queue.lowest(1 + max(0, view.free), view.now, _urgency, view.price, view.slo)
+    going, price, now = view.going, view.price, view.now
+    # No token takes longer than that of the longest text: few have to be asked about apart.
+    most = now + price.prompt(1, max((going[key].start for key in view.drawing), default=0))
+    drawing = list[tuple[bool, float, int]]()
+    for key in view.drawing:
+        due = _due(going[key], view.slo)
+        late = most > due and now + price.prompt(1, going[key].start) > due
+        drawing.append((late, due, key))
+    fed = dict.fromkeys([key for _, _, key in sorted(drawing)], 1)
+    slicing = [(*_urgency(going[key], now, price, view.slo)[:2], key) for key in going
+               if key not in view.drawing]  # fmt: skip
+    come = view.queue.lowest(1 + max(0, view.free), now, _urgency, price, view.slo)
     prompts = [key for _, _, key in sorted((*slicing, *come))]
     slices = ((key, _tokens(view, key)) for key in prompts)
     fed |= _slices(view, slices, view.budget - len(fed))
-    return {key: fed.get(key, 0) for key in (*drawing, *prompts)
-            if key in view.going or key in fed}  # fmt: skip
+    return fed | {key: 0 for key in prompts if key in going and key not in fed}
+
+
+def _due(one: Going, slo: Slo) -> float:
+    """When its next token is."""
+    return one.came + slo.ttft if one.last < 0 else one.last + slo.tpot
 
 
 def _urgency(one: Going, now: float, price: Price, slo: Slo) -> Rank:
-    due = one.came + slo.ttft if one.last < 0 else one.last + slo.tpot
-    takes = price.prompt(one.tokens, one.start)
+    due, takes = _due(one, slo), price.prompt(one.tokens, one.start)
     if now + takes > due:
         return Rank(1, due)
     return Rank(0, due, due if due == math.inf else due - takes - _ROUNDED * due)

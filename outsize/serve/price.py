@@ -8,10 +8,12 @@ through the head; weights that stay in files are read meanwhile.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+
+Piece = tuple[int, int, bool]  # tokens before, tokens that are fed, whether it draws
 
 _NEAR = 0.9  # of the most tokens a second, from which on more a step gain little
 
@@ -41,8 +43,9 @@ class Curve:
 
     def __call__(self, count: int) -> float:
         table = self._table
-        last = len(table) - 1
-        return table[count] if count <= last else table[last] + (count - last) * self.more
+        if count < len(table):
+            return table[count]
+        return table[-1] + (count - len(table) + 1) * self.more
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,18 @@ class Price:
         reach, middle = self.reach, start + count // 2  # asked for each request of each step
         seen = count * (middle if middle < reach else reach)
         return self.visit * seen + self.load * (start if start < reach else reach)
+
+    def seen(self, pieces: Iterable[Piece]) -> tuple[int, int, float]:
+        """Tokens that are fed, those that are drawn, and seconds of what they see, as of past."""
+        reach, visit, load = self.reach, self.visit, self.load
+        tokens, drawn, past = 0, 0, 0.0
+        for start, count, draws in pieces:
+            tokens += count
+            drawn += draws
+            middle = start + count // 2
+            seen = count * (middle if middle < reach else reach)
+            past += visit * seen + load * (start if start < reach else reach)
+        return tokens, drawn, past
 
     def step(self, tokens: int, drawn: int, past: float) -> float:
         """Seconds of a step. past: of what its tokens see."""
@@ -111,9 +126,12 @@ class Price:
         """The most tokens, of `least` to `most`, in a step that takes so long at most: `least` are
         drawn, with `past` of what they see, and further ones have `depth` before them."""
 
+        blocks, head = self.blocks, self.head(least + 1)
+        bare = self.reading > seconds
+
         def over(tokens: int) -> bool:
             seen = past + (self.past(depth, tokens - least) if tokens > least else 0.0)
-            return self.step(tokens, least + 1, seen) > seconds
+            return bare or blocks(tokens) + head + seen > seconds
 
         return _last(least, most, over)
 

@@ -13,7 +13,7 @@ from outsize.decode.paged import Part
 from outsize.errors import OutsizeError
 from outsize.serve.asks import Ask, Deliver, Token, told
 from outsize.serve.drafts import Drafter
-from outsize.serve.price import Price
+from outsize.serve.price import Piece, Price
 from outsize.serve.slo import Load
 from outsize.serve.waiting import Waiting
 
@@ -93,9 +93,6 @@ class Feed(NamedTuple):
     place: int = 0
 
 
-Piece = tuple[int, int, bool]  # tokens before, tokens that are fed, whether it draws
-
-
 @dataclass
 class Shares:
     """Tokens that each owner has had since last nobody was there, a drawn one as two."""
@@ -117,12 +114,7 @@ class Shares:
 
 def foretold(price: Price, pieces: Iterable[Piece]) -> float:
     """Seconds of a step of these."""
-    tokens, drawn, past = 0, 0, 0.0
-    for start, count, draws in pieces:
-        tokens += count
-        drawn += draws
-        past += price.past(start, count)
-    return price.step(tokens, drawn, past)
+    return price.step(*price.seen(pieces))
 
 
 def load_of(request: Request, part: float) -> Load:
