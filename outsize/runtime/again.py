@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from outsize import accelerator
 from outsize.models.seams import Context
 from outsize.runtime.casts import Casts
-from outsize.torch_private import TreeSpec, buffers_here, tree_flatten, tree_unflatten
+from outsize.torch_private import (
+    TreeSpec,
+    buffers_here,
+    rehearsing,
+    tree_flatten,
+    tree_unflatten,
+)
 
 Leaves = list[Tensor]
 
@@ -59,15 +65,34 @@ class Call:
 
 
 class Replay:
-    """Makes a second forward the twin of the first: same random numbers, buffers changed once.
+    """Makes a second forward the twin of the first: same random numbers, same buffers, which are
+    changed once. It is made before the first one, and told that this has `ended`.
 
-    Batch normalisation updates its running statistics in every forward; the second must not.
+    Batch normalisation updates its running statistics in every forward; the second must not. Others
+    read what they change, as spectral_norm and codebooks do; the second must read what the first
+    did.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.devices = accelerator.drawing(module.parameters())
         self.states = self._read()
+        self._began = {
+            (m, name): b.detach().clone()
+            for m in module.modules()
+            for name, b in buffers_here(m).items()
+            if b is not None
+        }
+
+    def ended(self) -> None:
+        """Let go of copies of buffers that the first forward left as they were. Where values cannot
+        be compared all copies stay: a forecast has none, and an accelerator would be waited for."""
+        if rehearsing():
+            return
+        for (module, name), copy in list(self._began.items()):
+            buffer = buffers_here(module)[name]
+            if buffer is not None and _equal(buffer, copy):
+                del self._began[module, name]
 
     def _read(self) -> list[Tensor]:
         return [torch.get_rng_state(), *map(accelerator.random_state, self.devices)]
@@ -84,13 +109,19 @@ class Replay:
         now = self._read()
         self._write(self.states)
         for module, name, buffer in homes:
-            buffers_here(module)[name] = None if buffer is None else buffer.clone()
+            copy = self._began.pop((module, name), buffer)
+            buffers_here(module)[name] = None if copy is None else copy.clone()
         try:
             yield
         finally:
             self._write(now)
             for module, name, buffer in homes:
                 buffers_here(module)[name] = buffer
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    here = not accelerator.apart(one.device) and one.device == other.device
+    return here and one.shape == other.shape and torch.equal(one, other)
 
 
 def leaf(tensor: Tensor) -> Tensor:
@@ -108,6 +139,8 @@ class _Again(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         outs = tuple(call.run(list(tensors)))
+        if replay is not None:
+            replay.ended()
         ctx.mark_non_differentiable(*(out for out in outs if not out.is_floating_point()))
         return outs
 

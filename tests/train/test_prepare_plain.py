@@ -183,3 +183,36 @@ def test_caches_of_transformers_are_off_until_close() -> None:
     assert not model.config.use_cache
     job.close()
     assert model.config.use_cache
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_a_scheduler_of_momentum_is_followed(kind) -> None:
+    """OneCycleLR changes betas or momentum with every step, unless it is told not to."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    twin = copy.deepcopy(model)
+
+    def optimizer_of(m):
+        if kind == "sgd":
+            optimizer = torch.optim.SGD(m.parameters(), 0.01, momentum=0.9)
+        else:
+            optimizer = torch.optim.AdamW(m.parameters(), 0.01)
+        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)
+
+    data = [torch.randn(5, 4, dtype=torch.float64) for _ in range(5)]
+    optimizer, schedule = optimizer_of(twin)
+    for x in data:
+        optimizer.zero_grad()
+        twin(x).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+    optimizer, schedule = optimizer_of(model)
+    job = outsize.prepare(model, optimizer, loss=lambda out, batch: out.square().mean())
+    for x in data:
+        job.step(x)
+        schedule.step()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
+    if kind == "sgd":
+        optimizer.param_groups[0]["momentum"] = 0.0
+        with pytest.raises(OutsizeError, match="momentum has become 0"):
+            job.step(data[0])

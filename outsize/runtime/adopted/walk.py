@@ -180,6 +180,8 @@ class AdoptedWalk:
                 entered.replay = Replay(block)
             entered.record = self._record(entered, path, block, whole, self._spill_of(stage))
             entered.given = entered.record.forward(not whole)
+            if entered.replay is not None:
+                entered.replay.ended()
         entered.places = range(len(entered.given))
 
     def _record(

@@ -211,7 +211,7 @@ class Prepared:
                 " now; make the model anew and call outsize.prepare"
             )
         preparing.join()
-        made = preparing.alike(lambda: _checked(self.model, batch, lr))
+        made = preparing.alike(lambda: _checked(self.model, batch, lr, self._handed))
         if self._job is None:
             self._job = self._make(made)
         preparing.meet(made)
@@ -244,9 +244,10 @@ class Prepared:
             self._stack.close()
 
 
-def _checked(model: nn.Module, batch: Any, lr: float | None) -> Any:
-    """A batch as a job takes it, and a rate that it can have."""
+def _checked(model: nn.Module, batch: Any, lr: float | None, handed: Handed) -> Any:
+    """A batch as a job takes it, and a rate and settings that it can have."""
     check_rate(lr)
+    handed.follow()
     made = tokens_of(batch, model.config.vocab) if isinstance(model, Decoder) else batch
     refuse_empty(made)
     return made

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from outsize import accelerator
 from outsize.collectives import Lone, World, along
@@ -43,7 +44,11 @@ from outsize.search.request import memories
 from outsize.simulate import Forecast
 from outsize.simulate.costs import Costs, Facts
 from outsize.simulate.rehearse import bare, nowhere, rehearse, splits_of
-from outsize.torch_private import DataDependentOutputException, DynamicOutputShapeException
+from outsize.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    tree_flatten,
+)
 from outsize.train.prepared import chunkable
 from outsize.train.prepared.batches import cut, empty_like, own_loss, rows_in
 from outsize.train.prepared.module import derived_of, said, unpacked
@@ -313,10 +318,26 @@ def twin_of(
     for p in model.parameters():
         empty = torch.empty(p.shape, dtype=p.dtype, device=p.device)
         known[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
-    for b in model.buffers():
-        known[id(b)] = torch.empty(b.shape, dtype=b.dtype, device=b.device)
-    twin = copy.deepcopy(model, known)
+    # Tensors that a module has besides, as attributes, cannot be copied where there is no memory.
+    beside = (leaf for m in model.modules() for leaf in tree_flatten(_beside(m))[0])
+    for b in chain(model.buffers(), (leaf for leaf in beside if isinstance(leaf, Tensor))):
+        if id(b) not in known:
+            known[id(b)] = torch.empty(b.shape, dtype=b.dtype, device=b.device)
+    try:
+        twin = copy.deepcopy(model, known)
+    except (RuntimeError, TypeError) as error:
+        raise OutsizeError(
+            f"{type(model).__name__} cannot be predicted: a copy of it fails"
+            f" ({str(error).splitlines()[0]}); leave memory out, or make tensors among its"
+            " attributes buffers, and take out what is no data"
+        ) from error
     return twin, [(path, twin.get_submodule(path)) for path, _ in blocks]
+
+
+def _beside(module: nn.Module) -> list[Any]:
+    """What a module has that is no parameter, buffer or module."""
+    registered = ("_parameters", "_buffers", "_modules")
+    return [value for name, value in vars(module).items() if name not in registered]
 
 
 def _state_bytes(optimizer: Optimizer, sizes: Precision) -> int:

@@ -47,12 +47,26 @@ class Handed:
             partial(states.taken, optimizer=theirs) if theirs is not None and theirs.state else None
         )
 
+    def follow(self) -> None:
+        """Take over betas, eps and momentum as they are now: torch's OneCycleLR changes them with
+        every step. OutsizeError where a job's states would be others."""
+        if self._theirs is None:
+            return
+        now = _converted(self._theirs)
+        if now.states != self.update.states:
+            raise OutsizeError(
+                "optimizer momentum has become 0, or is no longer 0: its states would be others;"
+                " keep it as it was, or call outsize.prepare anew"
+            )
+        self.update = now
+
     def ready(self, job: Job, lr: float | None) -> float | None:
         """Set out on a step; gives its learning rate."""
         if self._theirs is None:
             return lr
         assert isinstance(job.method, Training), "an optimizer of torch's takes gradients"
         job.method.updates.groups = _groups_now(self._theirs)
+        job.method.updates.optimizer = self.update
         mark_stepped(self._theirs)
         return 1.0
 
