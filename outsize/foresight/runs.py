@@ -65,6 +65,7 @@ class Source:
     frozen: str = ""  # in the source of rows whose weights stay as they are
     variants: Mapping[str, str] = field(default_factory=dict)  # stacks by a row's words
     counts: Mapping[str, str] = field(default_factory=dict)  # other counts of operations, likewise
+    recomputes: Mapping[str, str] = field(default_factory=dict)  # what recipes compute again
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ def _said_chunks(notes: str) -> int:
 def _recompute(row: Mapping[str, str], source: Source) -> Any:
     said = row["recompute"].strip().lower()
     if said == "":
-        return source.recompute or "none"
+        return _variant(source.recomputes, row) or source.recompute or "none"
     if said.startswith("selective"):
         return source.selective
     if said in ("full", "none"):
