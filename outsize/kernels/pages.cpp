@@ -135,16 +135,14 @@ inline void score(const float* query, const float* turned, int size, int first, 
 }
 
 // The same of one query against keys that lie anywhere, turned in registers: STRIPS of them side by
-// side, so that sums need not wait for one another. next: rows that are read soon.
+// side, so that sums need not wait for one another.
 constexpr int STRIPS = 4, LINE = 16;  // LINE: float32 numbers of a line of a cache
 
 inline void score_rows(const float* query, const float* const* keys, int size, int first, int last,
-                       const Cap& cap, float* to, const float* const* next, int next_size) {
+                       const Cap& cap, float* to) {
     for (int at = first / LANES * LANES; at < last; at += STRIPS * LANES) {
         const int strips = std::min(STRIPS, (last - at + LANES - 1) / LANES);
         vec whole[STRIPS] = {}, sum[STRIPS] = {};
-        for (int j = std::max(first, at); j < std::min(last, at + strips * LANES); ++j)
-            for (int d = 0; d < next_size; d += LINE) __builtin_prefetch(next[j] + d);
         for (int d = 0; d < size; d += LANES) {
             const int wide = std::min(LANES, size - d);
             for (int n = 0; n < strips; ++n) {
@@ -289,14 +287,23 @@ inline const float* row_of(const Held& from, int64_t room, int64_t group, float*
     return spare;
 }
 
-// One token whose group has one query: keys and values are read where they lie.
+// A line of each of some heads is loaded, in the order in which they lie: so a processor reads on by
+// itself, which it does neither for what is asked for nor from one room to the next of one head.
+template <class Held>
+inline void come(const Held& from, const int64_t* rooms, int count, int64_t head, int64_t heads) {
+    for (int i = 0; i < count; ++i)
+        if (const volatile float* row = from.lying(rooms[i], head))
+            for (int64_t d = 0; d < heads * from.row; d += LINE) static_cast<void>(row[d]);
+}
+
+// One token and some of its heads, where a group has one query: keys and values are read where they lie.
 template <class T, class Held>
 void single(const Pages& p, const T* q, const Held& keys, const Held& values, T* out, int64_t token,
-            int64_t head, Space& space) {
+            int64_t head, int64_t heads, Space& space) {
     const int wide_value = rounded(int(p.value), LANES);
-    space.begin(1, p.key, wide_value);
+    space.begin(heads, p.key, wide_value);
     const float factor = p.scale * LOG2E;
-    for (int64_t d = 0; d < p.key; ++d)
+    for (int64_t d = 0; d < heads * p.key; ++d)
         space.queries[d] = wide(q[(token * p.heads + head) * p.key + d]) * factor;
     const int64_t end = p.positions[token] + 1, low = std::max<int64_t>(0, end - p.window);
     alignas(64) float scores[BLOCK];
@@ -305,18 +312,21 @@ void single(const Pages& p, const T* q, const Held& keys, const Held& values, T*
     for (int64_t at = low / BLOCK * BLOCK; at < end; at += BLOCK) {
         const int from = int(std::max<int64_t>(0, low - at)), to = int(std::min<int64_t>(BLOCK, end - at));
         p.rooms(token, at + from, at + to, rooms + from);
-        for (int i = from; i < to; ++i) {
-            k[i] = row_of(keys, rooms[i], head, space.tile.get() + i * space.row);
-            v[i] = row_of(values, rooms[i], head, space.values.get() + i * space.row);
-            for (int64_t d = 0; d < p.key; d += LINE) __builtin_prefetch(k[i] + d);
+        come(keys, rooms + from, to - from, head, heads);
+        come(values, rooms + from, to - from, head, heads);
+        for (int64_t h = 0; h < heads; ++h) {
+            for (int i = from; i < to; ++i) {
+                k[i] = row_of(keys, rooms[i], head + h, space.tile.get() + i * space.row);
+                v[i] = row_of(values, rooms[i], head + h, space.values.get() + i * space.row);
+            }
+            std::fill(k + from / LANES * LANES, k + from, k[from]);
+            std::fill(k + to, k + rounded(to, LANES), k[from]);
+            score_rows(space.queries.data() + h * p.key, k, int(p.key), from, to, p.cap, scores);
+            const float fade = soften(scores, from, to, space.top[h], space.total[h]);
+            add(space.sums.data() + h * wide_value, fade, scores, v, from, to, wide_value);
         }
-        std::fill(k + from / LANES * LANES, k + from, k[from]);
-        std::fill(k + to, k + rounded(to, LANES), k[from]);
-        score_rows(space.queries.data(), k, int(p.key), from, to, p.cap, scores, v, int(p.value));
-        const float fade = soften(scores, from, to, space.top[0], space.total[0]);
-        add(space.sums.data(), fade, scores, v, from, to, wide_value);
     }
-    give(p, space, 0, out, token * p.heads + head);
+    for (int64_t h = 0; h < heads; ++h) give(p, space, h, out, token * p.heads + head + h);
 }
 
 // The first tokens of spans, and behind the last one how many tokens there are.
@@ -331,9 +341,34 @@ std::vector<int64_t> spans(const Pages& p, int64_t tokens) {
     return found;
 }
 
+// Where groups have one query each: a task has as many of a span's heads as leave every thread as much.
+template <class T, class Held>
+void attend_plain(const Pages& p, const T* q, const Held& keys, const Held& values, T* out,
+                  int64_t tokens, Team team) {
+    const std::vector<int64_t> firsts = spans(p, tokens);
+    const int64_t many = int64_t(firsts.size()) - 1;
+    const int64_t each = many % team.count ? std::min<int64_t>(team.count, p.heads) : 1;
+    const int64_t tasks = many * each, begin = team.first(tasks), end = team.last(tasks);
+#pragma omp parallel num_threads(int(std::min<int64_t>(tasks, team.count))) if (team.starts() && tasks > 1)
+    {
+        static thread_local Space space;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t task = begin; task < end; ++task) {
+            const int64_t first = firsts[task / each], count = firsts[task / each + 1] - first;
+            const int64_t head = p.heads * (task % each) / each, last = p.heads * (task % each + 1) / each;
+            if (count == 1)
+                single(p, q, keys, values, out, first, head, last - head, space);
+            else
+                for (int64_t h = head; h < last; ++h)
+                    span(p, q, keys, values, out, first, count, h, 1, space);
+        }
+    }
+}
+
 template <class T, class Held>
 void attend(const Pages& p, const T* q, const Held& keys, const Held& values, T* out,
             int64_t tokens, Team team) {
+    if (p.heads == p.groups) return attend_plain(p, q, keys, values, out, tokens, team);
     const std::vector<int64_t> firsts = spans(p, tokens);
     const int64_t repeat = p.heads / p.groups, parts = (repeat + HEADS - 1) / HEADS;
     const int64_t each = p.groups * parts, tasks = (int64_t(firsts.size()) - 1) * each;
@@ -346,11 +381,7 @@ void attend(const Pages& p, const T* q, const Held& keys, const Held& values, T*
         for (int64_t task = begin; task < end; ++task) {
             const int64_t first = firsts[task / each], count = firsts[task / each + 1] - first;
             const int64_t begins = task % parts * HEADS, head = task % each / parts * repeat + begins;
-            if (count == 1 && repeat == 1)
-                single(p, q, keys, values, out, first, head, space);
-            else
-                span(p, q, keys, values, out, first, count, head, std::min(HEADS, repeat - begins),
-                     space);
+            span(p, q, keys, values, out, first, count, head, std::min(HEADS, repeat - begins), space);
         }
     }
 }
