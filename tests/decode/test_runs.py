@@ -23,6 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "biases": {**LLAMA, "model_type": "qwen2"},
     "norms of heads": {**LLAMA, "model_type": "qwen3", "head_dim": 24},
     "windows": {**LLAMA, "model_type": "mistral", "sliding_window": 5},
+    "keys of each head": {**LLAMA, "num_key_value_heads": 4},
 }
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "gpt2": ({"model_type": "gpt2", "vocab_size": 50, "n_positions": 64, "n_embd": 32,
@@ -82,16 +83,21 @@ SLICES = ((70, 2, 64), (1, 1, 65), (135, 0, 1), (1, 1, 20))
     [
         ("llama", torch.float32, "as-stored"), ("windows", torch.float32, "as-stored"),
         ("norms of heads", torch.bfloat16, "as-stored"), ("llama", torch.float32, "int8"),
+        ("keys of each head", torch.float32, "as-stored"),
     ],
 )  # fmt: skip
 def test_prompts_are_in_runs_bit_for_bit(name: str, dtype: torch.dtype, form: str) -> None:
-    model = model_of(MODELS[name], dtype)
+    """By a team of three, beside modules on one thread."""
+    model, threads, made = model_of(MODELS[name], dtype), torch.get_num_threads(), []
     runs = runs_of(model)
     assert runs is not None
-    found, expected = (
-        stepped(model, PagedCache(24, 16, 3, form), through, LONG, SLICES)
-        for through in (runs, each_alone)
-    )
+    try:
+        for through, count in ((runs, 3), (each_alone, 1)):
+            torch.set_num_threads(count)
+            made.append(stepped(model, PagedCache(24, 16, 3, form), through, LONG, SLICES))
+    finally:
+        torch.set_num_threads(threads)
+    found, expected = made
     for mine, theirs in zip(found, expected, strict=True):
         assert torch.equal(mine, theirs) and bool(mine.isfinite().all())
 

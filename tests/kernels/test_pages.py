@@ -68,6 +68,35 @@ def test_attention_over_pages(name: str, sort: str, form: str) -> None:
     assert torch.equal(alone, o_THW[3:]) and not math.isnan(float(alone.sum()))
 
 
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("size", [32, 40])
+def test_heads_with_keys_of_their_own(size: int, window: int | None) -> None:
+    """Single tokens, whose heads are shared among threads where tokens do not come out even: beside
+    softmax, and bit for bit the same for any number of threads."""
+    page, heads, places, threads = 16, 5, (130, 3, 64), torch.get_num_threads()
+    keys, values = pools = [
+        filled("as-stored", _random(208, heads, size, seed=n), page) for n in (1, 2)
+    ]
+    k_LHK, v_LHW = (pool.get(torch.arange(13)).flatten(0, 1).double() for pool in pools)
+    q_THK = _random(3, heads, size, seed=3)
+    seen = pages.Seen(*map(pages.numbers, (range(13), [1, 0, 4], places)))
+    found = []
+    try:
+        for count in (1, 2, 4):
+            torch.set_num_threads(count)
+            found.append(pages.attend(q_THK, keys, values, seen, 0.3, window, None))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    for t, (first, place) in enumerate(zip((16, 0, 64), places, strict=True)):
+        low = 0 if window is None else max(0, place - window + 1)
+        k, v = (x[first + low : first + place + 1] for x in (k_LHK, v_LHW))
+        scores_HL = torch.einsum("hk,lhk->hl", q_THK[t].double(), k) * 0.3
+        expected = torch.einsum("hl,lhw->hw", scores_HL.softmax(-1), v)
+        wrong = float((found[0][t] - expected).abs().max() / expected.abs().max())
+        assert wrong < 4 * LARGEST[torch.float32], t
+
+
 @pytest.mark.parametrize("size", [64, 33, 7])
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_held_is_near_and_as_large_as_it_says(form: str, size: int) -> None:
