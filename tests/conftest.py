@@ -33,6 +33,7 @@ from remembered import remember
 from outsize.collectives import threads
 from outsize.hardware.probe import keep
 from outsize.kernels import native
+from outsize.launch import fingerprint
 
 # The same examples on every machine, and no verdict by the clock of a busy one.
 hypothesis.settings.register_profile(
@@ -45,6 +46,7 @@ hypothesis.settings.load_profile("outsize")
 gc.freeze()
 gc.set_threshold(50_000, 20, 100)
 
+fingerprint.code()  # of the sources: commands and workers that tests fork would each find it out
 threads.WAIT = 120.0  # seconds: a test that hangs says so before its run is given up
 
 LOOPBACK = ("127.", "::1", "localhost")

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from outsize.launch import fingerprint
 from outsize.launch.activity import activity
 from outsize.launch.board import Board, memory, read
 from outsize.launch.capture import Capture, held, tail
@@ -69,6 +70,7 @@ def run_here(count: int, work: Work, speaker: Speaker = FIRST) -> int:
     """
     listener = socket.create_server((HOST, 0), backlog=count)
     team = _Team(count, memory(count), speaker)
+    fingerprint.code()  # which each of them would find out
     for rank in range(count):
         team.fork(rank, work, listener)
     with team.signals():
