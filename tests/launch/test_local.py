@@ -14,7 +14,7 @@ from forked import run_and_leave_nothing, until
 
 from outsize.collectives import Mesh, everyone
 from outsize.errors import OutsizeError
-from outsize.launch import Mailbox, Speaker, enter, run_here, watchdog
+from outsize.launch import Mailbox, Speaker, enter, fingerprint, run_here, watchdog
 from outsize.launch.board import read
 
 WORKERS = 3
@@ -123,6 +123,12 @@ def test_a_worker_that_computes_for_long_is_no_culprit(tmp_path, monkeypatch) ->
             pass
 
     assert run_and_leave_nothing(WORKERS, working(busy), tmp_path) == 0
+
+
+def test_the_sources_are_hashed_before_workers_are_forked(tmp_path) -> None:
+    fingerprint.code.cache_clear()
+    known = fingerprint.code.cache_info
+    assert run_and_leave_nothing(1, lambda post: 0 if known().currsize else 7, tmp_path) == 0
 
 
 def test_what_follows_from_a_fault_is_not_reported(tmp_path, capfd) -> None:
