@@ -69,6 +69,7 @@ disable_current_modes = _python_dispatch._disable_current_modes
 flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 safe_softmax = torch.ops.aten._safe_softmax.default
+grouped_product = torch.ops.aten._grouped_mm.default
 disabled_torch_function = torch._C._disabled_torch_function_impl
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass

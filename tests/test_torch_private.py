@@ -155,6 +155,13 @@ def test_flash_attention_is_attention_with_its_log_sum_exp():
         assert torch.allclose(mine, leaf.grad, atol=1e-10)
 
 
+def test_products_of_groups_are_products_of_their_rows():
+    rows, weights = torch.randn(5, 4), torch.randn(2, 4, 8)
+    got = private.grouped_product(rows, weights, torch.tensor([3, 5], dtype=torch.int32))
+    want = torch.cat([rows[:3] @ weights[0], rows[3:] @ weights[1]])
+    assert torch.allclose(got, want, atol=1e-5)
+
+
 def test_fused_adamw_is_adamw():
     mine = torch.linspace(-1, 1, 10)
     theirs = nn.Parameter(mine.clone())

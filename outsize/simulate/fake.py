@@ -18,6 +18,7 @@ from outsize.torch_private import (
     FakeTensorConverter,
     FakeTensorMode,
     disable_current_modes,
+    grouped_product,
     leave_compiler_out,
     storage_key,
 )
@@ -89,6 +90,8 @@ class FakeMode(FakeTensorMode):
             return args[0].fake_device
         if func is _LIFT and _plain(args[0]) and not self.may_turn_const(args[0]):
             return _alike(self, args[0], None)
+        if func is grouped_product and args[0].dtype != torch.bfloat16:
+            return self._grouped(*args, **(kwargs or {}))
         tensors: list[FakeTensor] = []
         try:
             key = self._key(func, args, kwargs or {}, tensors)
@@ -138,6 +141,30 @@ class FakeMode(FakeTensorMode):
         if kind in (list, tuple) or kind is torch.Size:
             return kind, tuple([self._part(part, tensors) for part in arg])
         raise _Unlike
+
+    def _grouped(
+        self,
+        a: FakeTensor,
+        b: FakeTensor,
+        offs: FakeTensor | None = None,
+        bias: FakeTensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> FakeTensor:
+        """Products of groups of rows, of which PyTorch knows bfloat16 alone where there is no
+        memory; transformers calls them for experts in any precision. Rows begin at 16 bytes."""
+        dtype = out_dtype or a.dtype
+        ends = a.shape[-2], b.shape[-1]
+        if a.ndim == b.ndim:
+            count = offs.shape[0] if a.ndim == 2 and offs is not None else a.shape[0]
+            shape: tuple[int, ...] = count, *ends
+        else:
+            shape = ends
+        each = 16 // dtype.itemsize
+        row = -(-ends[1] // each) * each
+        stride = (ends[0] * row, row, 1)[-len(shape) :]
+        return FakeTensor(
+            self, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), a.fake_device
+        )
 
     def _made(self, out: _Out, tensors: list[FakeTensor]) -> FakeTensor:
         if out.same:

@@ -194,7 +194,7 @@ class RunConfig:
         "auto", "where it runs: cpu, or an accelerator as PyTorch calls it", may_change=True
     )
     threads: int | None = setting(
-        None, "of the processor, for each worker", least=1, may_change=True
+        None, "of the processor, for each worker", least=1, most=1024, may_change=True
     )
     workers: int | None = setting(None, "processes that train together", least=1, may_change=True)
     mesh: str | None = setting(None, "workers on each axis, as data=2,tensor=2", may_change=True)

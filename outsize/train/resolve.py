@@ -204,15 +204,22 @@ def apply_values(resolved: Resolved, found: Any, source: str) -> Resolved:
 
 def apply_set(resolved: Resolved, text: str) -> Resolved:
     """Add one "key=value", the value being YAML (or, for a text, as it stands)."""
-    name, equals, raw = text.partition("=")
-    name = SHORT.get(name.strip(), name.strip())
+    said, equals, raw = text.partition("=")
+    name = SHORT.get(said.strip(), said.strip())
     name = RENAMED.get(name, name)
     if not equals:
         raise OutsizeError(f"{SET} {text!r}: expected key=value")
     found = leaf(name)
-    if found is None:
+    if found is None and not _keys(name):
         raise _unknown(name, SET)
     value = load_yaml(raw, f"{SET} {name}")
+    if isinstance(value, dict) and set(value) <= set(_keys(said.strip())):
+        name = said.strip()  # data={path: text}, where data=text would do
+        found = None
+    if found is None or (isinstance(value, dict) and name in technique_leaves()):
+        for section in reversed(name.split(".")):  # as a file says it
+            value = {section: value}
+        return apply_values(resolved, value, SET)
     name = full_name(name, value)
     kind = _leaf(name).kind
     try:

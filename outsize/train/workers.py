@@ -30,6 +30,7 @@ from outsize.train.loop import resume_command
 from outsize.train.resolve import Resolved, recorded_values
 from outsize.train.seats import seated
 
+MOST = 4096  # processes that one machine is asked to start
 KILLED = 128  # more than that: by a signal
 STOPPED = (130, 143)  # Ctrl-C and SIGTERM, of which the workers tell themselves
 
@@ -53,6 +54,11 @@ def run_workers(
     mesh = mesh_of(values, directory, None)
     if mesh.size == 1:
         return _alone(values, directory, on_damage, console())
+    if mesh.size > MOST:
+        raise OutsizeError(
+            f"workers is {mesh.size}; expected at most {MOST} on one machine: start more with"
+            " torchrun, on several"
+        )
     if directory is None:
         values = derive.output(values)  # known here, for whoever outlives the workers
     _import_all()

@@ -131,6 +131,7 @@ def test_an_error_of_the_run_is_one_line(home, invoke, capfd) -> None:
         (("--mesh", "date=2"), "mesh: axis 'date'; did you mean 'data'?"),
         (("--mesh", "data=two"), "mesh: 'data=two' in 'data=two'; expected each axis once"),
         (("--workers", 0), "workers: 0; expected at least 1"),
+        (("--workers", 10**9), "workers is 1000000000; expected at most 4096 on one machine"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(words, expected, home, invoke) -> None:

@@ -14,7 +14,13 @@ from torch.nn.functional import cross_entropy, layer_norm, linear, scaled_dot_pr
 
 from outsize.simulate import fake
 from outsize.simulate.fake import FakeMode
-from outsize.torch_private import DispatchMode, FakeTensorMode, storage_key, tree_leaves
+from outsize.torch_private import (
+    DispatchMode,
+    FakeTensorMode,
+    grouped_product,
+    storage_key,
+    tree_leaves,
+)
 
 
 class Seen(DispatchMode):
@@ -154,3 +160,21 @@ def test_numbers_that_are_written_down_stay_known_without_the_compiler(monkeypat
             other.item()
         with pytest.raises(DataDependentOutputException):
             many.sum().item()
+
+
+def test_products_of_groups_are_those_of_a_processor() -> None:
+    """PyTorch's own mode refuses all but bfloat16."""
+
+    def products() -> list[tuple[object, ...]]:
+        rows, ends = torch.zeros(10, 16), torch.full((4,), 10, dtype=torch.int32)
+        weights, outs = torch.zeros(4, 6, 16).transpose(1, 2), torch.zeros(10, 8)
+        made = [
+            grouped_product(rows, weights, ends),  # 6 numbers a row, which begin at 16 bytes
+            grouped_product(rows.t(), outs, ends),
+            grouped_product(torch.zeros(4, 3, 16), weights),
+        ]
+        return [(one.shape, one.stride(), one.dtype, one.device) for one in made]
+
+    want = products()
+    with FakeMode():
+        assert products() == want

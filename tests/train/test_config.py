@@ -61,12 +61,30 @@ def test_a_wrong_file_is_refused_with_its_place(text: str, complaint: str, tmp_p
         ("train.steps", "--set 'train.steps': expected key=value"),
         ("train.steps=x", "--set: train.steps: 'x'; expected a whole number"),
         ("train.minutes=2", "train.steps and train.minutes are given together"),
+        ("train=5", "--set: train: 5; expected a mapping of steps, tokens"),
+        ("adapt={lora:{rank:4}}", "--set: adapt.lora.rank:4: unknown key; did you mean 'rank'?"),
+        ("threads=5000", "--set: threads: 5000; expected at least 1 and at most 1024"),
     ],
 )
 def test_a_wrong_set_is_refused(text: str, complaint: str) -> None:
     with pytest.raises(OutsizeError) as error:
         resolve(None, ["train.steps=2", text])
     assert complaint in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("adapt={lora: {rank: 4}}", "adapt.lora.rank", 4),
+        ("adapt.lora={rank: 4}", "adapt.lora.rank", 4),
+        ("plan={zero: 2}", "plan.zero", 2),
+        ("model={name: small}", "model.name", "small"),
+        ("data={a: 3}", "data.path", {"a": 3.0}),
+    ],
+)
+def test_a_section_is_set_as_a_file_says_it(text: str, name: str, value: object) -> None:
+    found = resolve(None, [text])
+    assert found.get(name) == value and found.typed(name)
 
 
 @pytest.mark.parametrize("length", ["train.minutes: 2", "train.tokens: 512", "train.epochs: 3"])
