@@ -119,3 +119,29 @@ def test_a_cache_that_would_remember_is_refused_under_recompute():
     batch = causal(0) | {"use_cache": True}
     with pytest.raises(OutsizeError, match="use_cache=False"):
         prepare(model, "adamw", recompute=("block",)).step(batch)
+
+
+def test_a_loss_that_reads_the_routers_is_that_of_transformers():
+    def made():
+        torch.manual_seed(0)
+        config = hf.MixtralConfig(
+            vocab_size=40, hidden_size=16, intermediate_size=8, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, num_local_experts=4,
+            output_router_logits=True, router_aux_loss_coef=1.0,
+        )  # fmt: skip
+        config._experts_implementation = "eager"  # the other ones know no float64
+        return hf.MixtralForCausalLM(config).double()
+
+    model, twin = made(), made()
+    optimizer = torch.optim.AdamW(twin.parameters(), 0.01)
+    job = prepare(model, torch.optim.AdamW(model.parameters(), 0.01))
+    for seed in range(2):
+        optimizer.zero_grad()
+        want = twin(**causal(seed)).loss
+        want.backward()
+        optimizer.step()
+        torch.testing.assert_close(job.step(causal(seed)), want.detach(), rtol=1e-10, atol=0)
+    for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert float((a - b).abs().max()) <= 1e-10, name
+    with pytest.raises(OutsizeError, match="output_router_logits is True"):
+        prepare(made(), "adamw", recompute=("block",))

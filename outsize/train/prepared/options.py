@@ -38,6 +38,7 @@ from outsize.train.prepared.refusals import (
     check_spread,
     check_sums,
     check_vocabulary,
+    without_blocks_that_tell,
 )
 from outsize.train.tiers import check_tiers, specs_of
 
@@ -277,7 +278,7 @@ def settings_of(
     check_pipeline(made)
     check_vocabulary(model, made)
     check_spread(model, made)
-    return made
+    return without_blocks_that_tell(model, made)
 
 
 def _plan_given(plan: Plan | str | Path, model: nn.Module) -> Plan:

@@ -76,6 +76,21 @@ def check_spread(model: nn.Module, made: Settings) -> None:
         )
 
 
+def without_blocks_that_tell(model: nn.Module, made: Settings) -> Settings:
+    """Compute a mixture of experts of transformers whole where its loss reads what the routers
+    within its blocks give: the code between blocks has what blocks return alone."""
+    telling = (getattr(m, "config", None) for m in model.modules())
+    if not made.blocks or not any(getattr(c, "output_router_logits", False) for c in telling):
+        return made
+    if made.whole and not made.said["recompute"]:
+        return replace(made, blocks=())
+    raise OutsizeError(
+        f"config.output_router_logits is True, and the loss of {type(model).__name__} reads routers"
+        " inside its blocks, which are computed apart; set it to False, or leave out mesh, tiers,"
+        " plan, blocks and recompute"
+    )
+
+
 def check_decoders(model: nn.Module, options: Mapping[str, Any]) -> None:
     """Refuse of an adopted module what only native decoders have."""
     if isinstance(model, Decoder):
