@@ -124,9 +124,11 @@ def matrices(
 
 
 def leading(gradient_MN: Tensor, rank: int) -> Tensor:
-    """P of the K left singular vectors of a gradient that belong to its largest values."""
-    left: Tensor = torch.linalg.svd(gradient_MN, full_matrices=False).U
-    return left[:, :rank]
+    """P of the K left singular vectors of a gradient that belong to its largest values. Rounding
+    decides their signs, and moments outlive a subspace: each one's largest number is positive, so
+    that any mesh goes on alike."""
+    left: Tensor = torch.linalg.svd(gradient_MN, full_matrices=False).U[:, :rank]
+    return left * left.gather(0, left.abs().argmax(0, keepdim=True)).sign()
 
 
 def gaussian(like_MN: Tensor, rank: int, name: str) -> Tensor:

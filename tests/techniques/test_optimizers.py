@@ -21,7 +21,7 @@ from outsize.hardware import Rate, Tier
 from outsize.memory import Ledger
 from outsize.memory.tiers import TierSpec
 from outsize.models.random import normal, uniform
-from outsize.optim import AdamW
+from outsize.optim import AdamW, subspace
 from outsize.optim.optimizer import Rates
 from outsize.optim.parse import parse
 from outsize.plan import Plan, Precision
@@ -122,7 +122,17 @@ def lying(shape, direction):
 
 
 def svd(g):
-    return torch.linalg.svd(g)[0][:, :RANK]
+    """Vectors whose largest numbers are positive: a decomposition leaves signs open."""
+    columns = torch.linalg.svd(g)[0][:, :RANK].T
+    return torch.stack([c if c.max() == c.abs().max() else -c for c in columns]).T
+
+
+def test_a_subspace_has_the_signs_that_its_gradient_says():
+    """LAPACK's follow from how a product was rounded: numbers in another order turn some."""
+    g = torch.randn(12, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for seed in range(8):
+        order = torch.randperm(20, generator=torch.Generator().manual_seed(seed))
+        torch.testing.assert_close(subspace.leading(g[:, order], 6), subspace.leading(g, 6))
 
 
 def by_galore(name):
