@@ -111,7 +111,8 @@ class StoredFiles:
     """Reads files in place. Safe to use from one thread at a time; the files are never written.
     buffers: to read through; no operation may be larger than one.
 
-    OutsizeError for a file that cannot be opened or read, or ends before what is wanted of it.
+    OutsizeError for a file that cannot be opened or read, ends before what is wanted of it, or has
+    been written since it was opened. One that another has taken the name of is read on.
     """
 
     def __init__(
@@ -120,9 +121,11 @@ class StoredFiles:
         self.buffers = buffers
         self._counts = Counts("files", 0)
         self._handles: dict[Path, tuple[int, bool]] = {}
+        self._written: dict[Path, tuple[int, int]] = {}
         try:
             for path in paths:
                 self._handles[path] = _opened(path)
+                self._written[path] = _written(self._handles[path][0])
             staging = pool(buffers.total, pinned)
         except BaseException:
             self._let_go()
@@ -140,11 +143,14 @@ class StoredFiles:
     def read(self, wanted: Iterable[Operation], out: Tensor) -> None:
         """Carry out reads into `out` (1-D uint8, contiguous, on any device)."""
         parts = deque(wanted)
+        paths = {part.path for part in parts}
         team = range(len(parts))[: self.buffers.count]
         work = [self._team.submit(self._work_off, parts, out) for _ in team]
         wait(work)
         for job in work:
             job.result()
+        for path in paths:  # afterwards: what is written meanwhile is noticed too
+            _check_as_it_was(path, self._written[path], _written(self._handles[path][0]))
 
     def close(self) -> None:
         """Let the files go. Nothing may be read after."""
@@ -199,6 +205,26 @@ class StoredFiles:
             ) from None
         if not direct:
             os.posix_fadvise(handle, part.start, length, os.POSIX_FADV_DONTNEED)
+
+
+def _check_as_it_was(path: Path, then: tuple[int, int], now: tuple[int, int]) -> None:
+    """OutsizeError for a file of which what has been read may be of two."""
+    if now[1] < then[1]:
+        raise OutsizeError(
+            f"{path} is truncated: it ends at byte {now[1]:,}, expected {then[1]:,}; copy or"
+            " download it again"
+        )
+    if now != then:
+        raise OutsizeError(
+            f"{path} has been written since it was opened, so what was read may be of two models;"
+            " start again, and put another model beside it, or in its place by renaming"
+        )
+
+
+def _written(handle: int) -> tuple[int, int]:
+    """When an open file was written last, and its bytes."""
+    found = os.fstat(handle)
+    return found.st_mtime_ns, found.st_size
 
 
 def _opened(path: Path) -> tuple[int, bool]:

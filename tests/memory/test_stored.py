@@ -66,7 +66,7 @@ def test_neighbours_share_an_operation_and_far_ones_do_not(tmp_path: Path) -> No
 
 
 def test_a_file_cut_meanwhile(files: dict[Path, bytes]) -> None:
-    path = next(iter(files))
+    path, other, *_ = files
     reader = StoredFiles(files)
     os.truncate(path, 3 * ALIGN)
     out = torch.zeros(2 * ALIGN, dtype=torch.uint8)
@@ -76,8 +76,29 @@ def test_a_file_cut_meanwhile(files: dict[Path, bytes]) -> None:
         f"{path} is truncated: it ends at byte 12,288, expected 16,384 at least; copy or download"
         " it again"
     )
-    reader.read(operations([Copy(path, 5, 0, 2 * ALIGN)]), out)  # it can go on
-    assert out.numpy().tobytes() == files[path][5 : 5 + 2 * ALIGN]
+    reader.read(operations([Copy(other, 5, 0, 2 * ALIGN)]), out)  # it can go on
+    assert out.numpy().tobytes() == files[other][5 : 5 + 2 * ALIGN]
+    with pytest.raises(OutsizeError, match="is truncated: it ends at byte 12,288"):
+        reader.read(operations([Copy(path, 5, 0, 2 * ALIGN)]), out)
+    reader.close()
+
+
+def test_a_file_written_meanwhile(files: dict[Path, bytes]) -> None:
+    """By somebody else; one that takes its name is another."""
+    path, other, *_ = files
+    reader, out = StoredFiles(files), torch.zeros(ALIGN, dtype=torch.uint8)
+    fresh = other.with_name("fresh")
+    fresh.write_bytes(bytes(len(files[other])))
+    os.replace(fresh, other)
+    reader.read(operations([Copy(other, 5, 0, ALIGN)]), out)
+    assert out.numpy().tobytes() == files[other][5 : 5 + ALIGN]
+    with path.open("r+b") as file:
+        file.write(b"another")
+    written = path.stat()
+    os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns + 1))  # whatever a clock's tick is
+    with pytest.raises(OutsizeError) as error:
+        reader.read(operations([Copy(path, 2 * ALIGN, 0, ALIGN)]), out)
+    assert str(error.value).startswith(f"{path} has been written since it was opened")
     reader.close()
 
 

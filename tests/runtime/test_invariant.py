@@ -43,6 +43,8 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "softcap in bfloat16": (CONFIGS["softcap"], "bfloat16"),
     "learned": (MLP, "float32"),
     "latent": (CONFIGS["latent"], "float32"),
+    "latent in bfloat16": (CONFIGS["latent"], "bfloat16"),
+    "wide latent in bfloat16": ({**CONFIGS["latent"], "kv_lora_rank": 260}, "bfloat16"),
     "wide latent of low rank": ({**CONFIGS["latent"], "kv_lora_rank": 260}, "float32"),
     "experts in bfloat16": (CONFIGS["experts"], "bfloat16"),
     "low rank": (CONFIGS["llama"], "float32"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -472,6 +474,24 @@ def test_weights_that_stay_in_files(
     assert found == [whole.generate(prompt, 9) for prompt in prompts]
     with pytest.raises(OutsizeError, match="bytes missing"):
         outsize.engine(larger, memory=200_000, context=64, requests=3)
+
+
+def test_weights_that_are_overwritten_while_they_are_served(larger: Path, tmp_path: Path) -> None:
+    """No token is told of what is no model any more: all end with a line."""
+    path, one = Path(shutil.copytree(larger, tmp_path / "hf")), Told()
+    memory = int(0.4 * (path / "model.safetensors").stat().st_size) + 300_000
+    with outsize.engine(path, memory=memory, context=64, requests=3) as engine:
+        assert len(engine.generate([[1, 2]], 3)) == 1
+        (file,) = path.glob("*.safetensors")
+        file.write_bytes(bytes(file.stat().st_size))
+        found = file.stat()
+        os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns + 1))
+        engine.engine.submit(Ask((1, 2), 3, Sampling()), one)
+        one.wait()
+        assert one.end is not None and one.end.reason == "error" and not one.tokens
+        assert one.end.error.startswith(f"{file} has been written since it was opened")
+        with pytest.raises(OutsizeError, match=r"has failed: .* has been written since"):
+            engine.generate([[1, 2]], 3)
 
 
 @COMPILED
