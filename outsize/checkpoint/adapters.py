@@ -32,7 +32,7 @@ from outsize.models.names import BESIDE, Stored, adapter_layout
 from outsize.torch_private import meta_kernels
 
 if TYPE_CHECKING:
-    from outsize.models.adapter import Adapter, Beside, Naming
+    from outsize.models.adapter import Adapter, Naming
 
 ADAPTER_CONFIG = "adapter_config.json"
 GROUP = "adapter_model"  # of a checkpoint's tensors; the stem of their file
@@ -71,6 +71,8 @@ def load(
     if adapters or config.adapter is not None or config.coding is not None:  # computed on shapes
         meta_kernels()
     if adapters:
+        from outsize.checkpoint.combining import combine
+
         combine(merge(model := load(directory, dtype, device, config)), adapters)
         return model
     if config.adapter is None:
@@ -215,7 +217,7 @@ def merge(model: Decoder) -> Decoder:
             " adapter changes: rounded to them again, most of the change would be lost; merge what"
             " outsize.load(RUN, weights='plain') gives, or keep the adapter"
         )
-    _check_mergeable(model)
+    check_mergeable(model)
     for one in [module for module in model.modules() if isinstance(module, Linear)]:
         if one.beside is not None:
             wide = torch.promote_types(one.weight.dtype, torch.float32)
@@ -231,7 +233,7 @@ def mergeable(model: Decoder) -> bool:
     return not mixed and all(BESIDE in n for n, one in declarations(model) if one.file)
 
 
-def _check_mergeable(model: Decoder) -> None:
+def check_mergeable(model: Decoder) -> None:
     """OutsizeError for an adapter that no weight can take up."""
     if not mergeable(model):
         raise OutsizeError(
@@ -327,39 +329,6 @@ def _check_shapes(header: Header, stored: Sequence[Stored], own: Mapping[str, Te
                 f"{header.path}: tensor {entry.theirs[0]!r} has shape {found}; expected {wanted},"
                 " as this model's weights have it"
             )
-
-
-@torch.no_grad()
-def combine(model: Decoder, adapters: Sequence[tuple[str | Path, float]]) -> None:
-    """Have the weights of a plain decoder take up what several adapters change, each times its
-    weight: W + the sum of weight * (W as the adapter has it - W). Beside the adapters one weight is
-    in memory twice at a time. OutsizeError as of `put`, and for an adapter that changes nothing;
-    the model is then as it was."""
-    linears = {name: one for name, one in model.named_modules() if isinstance(one, Linear)}
-    found: list[tuple[float, dict[str, Beside]]] = []
-    for path, weight in adapters:
-        put(model, path)
-        besides = {n: one.beside for n, one in linears.items() if one.beside is not None}
-        try:
-            _check_mergeable(model)
-        finally:
-            remove(model)
-        if not any(_changes(linears[name], beside) for name, beside in besides.items()):
-            raise OutsizeError(f"{path}: the adapter changes no output; expected a trained one")
-        found.append((weight, besides))
-    for name, one in linears.items():
-        own = [(weight, besides[name]) for weight, besides in found if name in besides]
-        wide = one.weight.to(torch.promote_types(one.weight.dtype, torch.float32))
-        one.weight.copy_(wide + sum(weight * (each.merged(wide) - wide) for weight, each in own))
-        if one.bias is not None:
-            bias = one.bias.to(wide.dtype)
-            one.bias.copy_(bias + sum(weight * (each.shift(bias) - bias) for weight, each in own))
-
-
-def _changes(one: Linear, beside: Beside) -> bool:
-    """Whether what is beside a Linear changes what it gives."""
-    wide = one.weight.to(torch.promote_types(one.weight.dtype, torch.float32))
-    return not torch.equal(beside.merged(wide), wide)
 
 
 def model_directory(path: str | Path) -> Path:

@@ -86,12 +86,14 @@ class Described:
     """A Hugging Face directory whose weights are known but not read.
 
     model: on the meta device. names: the name in the files of each stored tensor, by its usual one.
+    changed: what a parameter is, from its name and what the files hold; None: that.
     """
 
     model: Decoder
     shards: Shards
     names: Mapping[str, str]
     stored: tuple[Stored, ...]
+    changed: Fill | None = None
 
     def entry(self, name: str) -> tuple[Path, Entry]:
         """The file and the span of a stored tensor, by its usual name."""
@@ -109,7 +111,10 @@ class Described:
 
     def fill(self, dtype: torch.dtype | None, device: torch.device | str = "cpu") -> Fill:
         """Reads parameters, for `materialise`. The parts of a group are asked for together."""
-        return _reader(self.shards, self.names, self.stored, dtype, device)
+        read, changed = _reader(self.shards, self.names, self.stored, dtype, device), self.changed
+        if changed is None:
+            return read
+        return lambda name, parameter: changed(name, read(name, parameter))
 
 
 def describe(path: str | Path, config: DecoderConfig | None = None) -> Described:

@@ -141,11 +141,9 @@ def generate(
     limits = None if memory is None else limits_of(memory, disk, sparse)
     named = adapters_of(adapters)
     if apart or overlap:
-        if named:
-            raise OutsizeError("--adapter is for one worker; merge it before (outsize merge)")
         if weights is not None:
             raise OutsizeError("--weights is for one worker; convert the model (outsize convert)")
-        _on_workers(ctx, _Mesh(mesh, workers, overlap, limits, device), wanted, directory)
+        _on_workers(ctx, _Mesh(mesh, workers, overlap, limits, device, named), wanted, directory)
     place = accelerator.named(device)  # refused before anything is read
     found, config, text = found_in(directory, tokenizer)
     config = asked(config, weights, "--weights")
@@ -193,6 +191,7 @@ class _Mesh:
     overlap: int | None
     limits: Limits | None
     device: str
+    adapters: Sequence[tuple[str, float]]
 
 
 @dataclass(frozen=True)
@@ -283,7 +282,8 @@ def _on_workers(ctx: click.Context, on: _Mesh, wanted: _Wanted, directory: Path)
 
     settings = NONE.having({"overlap": on.overlap})
     facts = {**wanted.facts(), "overlap": str(on.overlap)}
-    asked = Asked(on.mesh, on.workers, facts, on.limits, settings, on.device)
+    taken = on_each(on.adapters, on.limits)
+    asked = Asked(on.mesh, on.workers, facts, on.limits, settings, on.device, taken)
     asked.check()
     if several(asked):
         found = partial(found_in, directory, wanted.tokenizer)
@@ -323,6 +323,24 @@ def tokenizer_in(found: Path, named: str | None, config: DecoderConfig) -> Token
     text = open_tokenizer(named or str(tokenizer_directory(found)))
     check_vocabulary(text, config.vocab)
     return text
+
+
+def on_each(
+    named: Sequence[tuple[str, float]], limits: Limits | None
+) -> tuple[tuple[Path, float], ...]:
+    """Where adapters lie that the weights of each of several workers take up. OutsizeError for a
+    directory without one, and where weights stay in files."""
+    if not named:
+        return ()
+    from outsize.checkpoint.adapters import described, model_directory
+    from outsize.errors import OutsizeError
+
+    if limits is not None:
+        raise OutsizeError("--adapter is for weights in memory; merge it (outsize merge) before")
+    found = tuple((model_directory(path).resolve(), weight) for path, weight in named)
+    for path, _ in found:
+        described(path)
+    return found
 
 
 def limits_of(memory: str, disk: str | None, sparse: bool) -> Limits:

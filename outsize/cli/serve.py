@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -125,10 +126,9 @@ def serve(
     wanted = Wanted(context, requests, step, queue, draft is not None, promised, cache, below)
     served = _Served(directory, wanted, policy, draft, template, tokenizer, keys, host, port)
     if spread:
-        for name, value in (("--adapter", adapters), ("--weights", weights)):
-            if value:
-                raise OutsizeError(f"{name} is for one worker; convert the model before")
-        served.on_workers(ctx, mesh, workers, limits, device)
+        if weights:
+            raise OutsizeError("--weights is for one worker; convert the model before")
+        served.on_workers(ctx, mesh, workers, limits, device, adapters_of(adapters))
     place = accelerator.named(device)
     found, config, text = found_in(directory, tokenizer)
     config, dtype = held(config, weights, "--weights")
@@ -237,9 +237,10 @@ class _Served:
         workers: int | None,
         limits: Limits | None,
         device: str,
+        adapters: Sequence[tuple[str, float]],
     ) -> None:
         """Serve on several workers and leave; nothing where there is one."""
-        from outsize.cli.generate import found_in
+        from outsize.cli.generate import found_in, on_each
         from outsize.launch.hosts import started
         from outsize.plan.settings import NONE
         from outsize.serve.http.listening import socket_of
@@ -248,7 +249,8 @@ class _Served:
         names = ("wanted", "policy", "draft", "tokenizer")
         facts = {name: repr(getattr(self, name)) for name in names}
         settings = NONE.having({"overlap": 0})  # prompts come in slices beside single tokens
-        asked = Asked(mesh, workers, facts, limits, settings, device)
+        taken = on_each(adapters, limits)
+        asked = Asked(mesh, workers, facts, limits, settings, device, taken)
         if not several(asked):
             return
         here = None if started(os.environ) else socket_of(self.host, self.port)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
+from outsize import accelerator
+from outsize.checkpoint.combining import combined
 from outsize.checkpoint.hub import describe, read_config
 from outsize.checkpoint.whole import check_whole
 from outsize.collectives import Lone, Mesh, World, from_environment
+from outsize.errors import OutsizeError
 from outsize.models.coding import asked
 from outsize.plan.settings import NONE, Settings
 from outsize.serve.files import InFiles, Limits
 from outsize.serve.meshed import OnMesh
 from outsize.serve.model import Model
+from outsize.serve.shells import shells
+
+Adapters = Sequence[tuple[str | Path, float]]
 
 
 def on_mesh(
@@ -27,12 +33,21 @@ def on_mesh(
     limits: Limits | None = None,
     settings: Settings = NONE,
     weights: str | None = None,
+    adapters: Adapters = (),
 ) -> Model:
     """The model in a Hugging Face directory on this worker of `world`; with limits its part stays
     in the files. leave: called in the end. settings: of the plan. weights: what
-    the blocks' are held as; None: as they lie. OutsizeError for an adapter's directory."""
+    the blocks' are held as; None: as they lie. adapters: directories of some, and what each counts,
+    which the weights take up. OutsizeError for an adapter's directory."""
     check_whole(path)
     found = describe(path, asked(read_config(path), weights, "weights"))
+    if adapters:
+        if limits is not None:
+            raise OutsizeError(
+                "--adapter is for weights in memory; merge it (outsize merge) before"
+            )
+        form = shells(found, found.dtypes(dtype), accelerator.named(device))
+        found = combined(found, adapters, form)
     home: OnMesh | InFiles
     if limits is None:
         home = OnMesh(found, world, dtype, device, leave, settings)

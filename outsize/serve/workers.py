@@ -28,7 +28,7 @@ from outsize.launch.heartbeat import Heartbeat
 from outsize.launch.hosts import started
 from outsize.plan.settings import NONE, Settings
 from outsize.serve.files import Limits
-from outsize.serve.load import on_mesh
+from outsize.serve.load import Adapters, on_mesh
 from outsize.serve.meshed import check_mesh, check_settings
 from outsize.serve.model import Model
 from outsize.torch_private import warm_fake_tensors
@@ -42,7 +42,8 @@ Go = Callable[[Model, bool, Heartbeat], None]
 class Asked:
     """What was asked of all workers alike. mesh, workers: as they were said. facts: whatever else
     must be the same. limits: of this worker's memory, where there are any; settings: of the
-    plan; device: its kind, of which each worker has one to itself."""
+    plan; device: its kind, of which each worker has one to itself; adapters: that the weights take
+    up."""
 
     mesh: str | None
     workers: int | None
@@ -50,6 +51,7 @@ class Asked:
     limits: Limits | None = None
     settings: Settings = NONE
     device: str = "cpu"
+    adapters: Adapters = ()
 
     def check(self) -> None:
         """OutsizeError for settings that do nothing on the mesh."""
@@ -105,7 +107,12 @@ def _work(asked: Asked, find: Callable[[], Path], go: Go, post: Mailbox) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     mesh = asked.mesh_of(post.count)
     kind = accelerator.take(asked.device, post.here, post.near)
-    facts = {"torch": torch.__version__, "device": kind, **asked.facts}
+    facts = {
+        "torch": torch.__version__,
+        "device": kind,
+        "adapters": repr(asked.adapters),
+        **asked.facts,
+    }
     worker_group = enter(post, mesh, facts, kind)
     worker_group.pulse.at("reading the weights")
     directory = Path(worker_group.told("model", lambda: str(find().resolve())))
@@ -113,7 +120,10 @@ def _work(asked: Asked, find: Callable[[], Path], go: Go, post: Mailbox) -> int:
     _share_cores(mesh, post.near)
     world, settings = worker_group.world, asked.settings
     place = accelerator.find(kind)
-    with on_mesh(directory, world, device=place, limits=asked.limits, settings=settings) as model:
+    with on_mesh(
+        directory, world, device=place, limits=asked.limits, settings=settings,
+        adapters=asked.adapters,
+    ) as model:  # fmt: skip
         worker_group.pulse.at("generating")
         try:
             go(model, worker_group.first, worker_group.pulse)

@@ -98,7 +98,11 @@ def test_what_cannot_be_is_one_line(directory: Path, tmp_path: Path) -> None:
             (("--context", 100, "--port", 0), "this model has 64 positions"),
             (("--template", "chatm", "--port", 0), "'chatm'"),
             (("--mesh", "data=2", "--port", 0), "data is 2, but a prompt has nothing to split"),
-            (("--mesh", "tensor=2", "--adapter", directory), "--adapter is for one worker"),
+            (("--mesh", "tensor=2", "--adapter", directory), "adapter_config.json"),
+            (
+                ("--mesh", "tensor=2", "--adapter", directory, "--memory", "1GiB"),
+                "--adapter is for weights",
+            ),
             (("--workers", 2, "--port", port), f"--port {port} on 127.0.0.1: "),
             (("--workers", 2, "--mesh", "tensor=3"), "has 3 workers, and there are 2"),
             (("--tokenizer", tmp_path, "--port", 0), "tokenizer.json"),

@@ -15,8 +15,8 @@ from torch import Tensor
 from torchrun import free_port
 
 import outsize
-from outsize.checkpoint import hub
-from outsize.collectives import Mesh, World
+from outsize.checkpoint import adapters, hub
+from outsize.collectives import Mesh, World, parse_mesh
 from outsize.errors import OutsizeError
 from outsize.models.build import build, segments
 from outsize.models.families import parse
@@ -218,3 +218,33 @@ def test_a_mesh_that_cannot_be_is_one_line(
     with pytest.raises(OutsizeError) as refused:
         play(mesh, lambda world: on_mesh(path, world))
     assert expected in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("facts", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
+@pytest.mark.parametrize("mesh", ["tensor=2", "pipeline=2,tensor=2"])
+def test_adapters_are_taken_up_by_each_workers_part(
+    mesh: str, facts: dict[str, Any], config: dict[str, Any], tmp_path: Path
+) -> None:
+    """To 1e-10 of a plain decoder that has taken them up, in float64."""
+    path, named = saved({**config, **facts}, tmp_path), list[tuple[Path, float]]()
+    for seed, weight in ((1, 1.0), (2, -0.5)):
+        made = outsize.adapt(outsize.load(path), "lora", rank=2)
+        draw = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, x in made.named_parameters():
+                if ".beside." in name:
+                    x.copy_(0.3 * torch.randn(x.shape, dtype=x.dtype, generator=draw))
+        outsize.save(made, tmp_path / f"adapter{seed}", adapter_only=True)
+        named.append((tmp_path / f"adapter{seed}", weight))
+    alone, bare = adapters.load(path, adapters=named), outsize.load(path)
+    ids = torch.tensor(PROMPT)
+    right = alone(ids)
+
+    def work(world: World) -> tuple[list[int], Tensor]:
+        with on_mesh(path, world, adapters=named) as model:
+            return model.generate(PROMPT, 8), model(ids)
+
+    assert not torch.allclose(right, bare(ids), atol=1e-2)
+    for tokens, logits in play(parse_mesh(mesh), work):
+        torch.testing.assert_close(logits, right, rtol=1e-10, atol=1e-10)
+        assert tokens == outsize.generate(alone, PROMPT, 8)

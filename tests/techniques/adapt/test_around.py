@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import outsize
 from outsize.checkpoint import adapters
+from outsize.checkpoint.combining import combine
 from outsize.errors import OutsizeError
 from outsize.models.build import build
 from outsize.models.families import parse
@@ -216,7 +217,7 @@ def test_it_is_kept_beside_the_model_and_merged_into_nothing(tmp_path):
     with pytest.raises(OutsizeError, match="no weight of the model can take up"):
         export(tmp_path / "made", "hf", tmp_path / "out")
     with pytest.raises(OutsizeError, match="no weight of the model can take up"):
-        adapters.combine(model, [(tmp_path / "made", 0.5)])
+        combine(model, [(tmp_path / "made", 0.5)])
     assert model.config.adapter is None and not (tmp_path / "out").exists()
     said = tmp_path / "made" / adapters.ADAPTER_CONFIG
     said.write_text(json.dumps({**json.loads(said.read_text()), "size": 0}))

@@ -12,6 +12,7 @@ from float64 import Float64
 
 import outsize
 from outsize.checkpoint import adapters, hub
+from outsize.checkpoint.combining import combine
 from outsize.errors import OutsizeError
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -116,6 +117,6 @@ def test_what_cannot_be_combined_is_refused_and_the_model_stays(name, tmp_path):
     model = hub.load(base)
     before = {n: value.clone() for n, value in model.state_dict().items()}
     with pytest.raises(OutsizeError, match=REFUSED[name]):
-        adapters.combine(model, [(made, 0.5)])
+        combine(model, [(made, 0.5)])
     after = model.state_dict()
     assert after.keys() == before.keys() and all(torch.equal(after[n], before[n]) for n in before)
