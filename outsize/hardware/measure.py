@@ -89,18 +89,23 @@ def best_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def matmuls(device: torch.device, quick: bool, timer: Timer, date: str) -> Iterator[Matmul]:
-    """The table of rates by shape and dtype. A shape that would take too long is left out."""
+    """The table of rates by shape and dtype. A shape that would take too long is left out: longer
+    than the one before by its work, a call of the smallest aside, which work hardly makes longer
+    and others' work may."""
     apart = accelerator.queues(device)
     shapes = GPU_SHAPES if apart else CPU_SHAPES if quick else (*CPU_SHAPES, LARGE)
     for dtype in ("fp32", "bf16", "fp16") if apart else ("fp32", "bf16"):
-        rate = float("inf")
+        call, each = float("inf"), 0.0  # seconds: of the smallest shape, and of one of its FLOP
         for T, I, O in shapes:  # noqa: E741
-            if quick and 2 * T * I * O / rate > LONGEST:
+            work = 2 * T * I * O
+            if quick and each * work > LONGEST:
                 continue
             x_TI = _numbers((T, I), dtype, device)
             w_OI = _numbers((O, I), dtype, device)
-            rate = 2 * T * I * O / timer(torch.no_grad()(partial(linear, x_TI, w_OI, None)), device)
-            yield Matmul(T, I, O, dtype, Rate(rate, "FLOP/s", "probe", date))
+            spent = timer(torch.no_grad()(partial(linear, x_TI, w_OI, None)), device)
+            call = min(call, spent)
+            each = (spent - call) / work
+            yield Matmul(T, I, O, dtype, Rate(work / spent, "FLOP/s", "probe", date))
 
 
 def attentions(device: torch.device, quick: bool, timer: Timer, date: str) -> Iterator[Attention]:
