@@ -104,9 +104,9 @@ def test_what_is_told_is_what_pages_tell_bit_for_bit(name: str) -> None:
 def test_attention_of_training_reads_the_cache_where_it_lies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a slice of a prompt behind another one: nothing is gathered, and no kernel of pages runs
-    but for single tokens."""
-    model, ask = model_of("llama"), asks()[0]
+    """Of a slice of a prompt behind another one, of a model that is in no run of blocks: nothing is
+    gathered, and no kernel of pages runs but for single tokens."""
+    model, ask = model_of("softcap"), asks()[0]
     buffers, seen = list[Tensor](), list[int]()
     own, attend = StretchedCache._empty, LocalAttend.__call__
 

@@ -124,9 +124,16 @@ def test_a_base_that_streams_in_place_is_one_in_memory(
             runs.resume(runs.home / "run", "train.steps=6")
 
 
+@pytest.mark.parametrize(
+    ("spoilt", "said"),
+    [("written", "has been written since it was opened"),
+     ("replaced", "base has changed since the run began, which reads")],
+)  # fmt: skip
 def test_a_run_in_place_goes_on_bit_for_bit_and_not_beside_other_files(
-    runs, spill, monkeypatch
+    spoilt, said, runs, spill, monkeypatch
 ) -> None:
+    """Files that are replaced are read on as they were opened; what is saved would be beside
+    others."""
     on_disk(monkeypatch)
     base = base_of(runs.home, "bfloat16", "int4:16")
     keys = {**ADAPTER, "model__name": base, "disk": f"{spill}:64MiB", "memory": "64MiB"}
@@ -136,12 +143,12 @@ def test_a_run_in_place_goes_on_bit_for_bit_and_not_beside_other_files(
     def changing(loop, batch, show):
         step(loop, batch, show)
         if loop.place.step == 4:
-            spoil(base)
+            spoil(base, replaced=spoilt == "replaced")
 
     with monkeypatch.context() as patch:
         patch.setattr(Loop, "_step", changing)
         before = (base / "model.safetensors").read_bytes()
-        with pytest.raises(OutsizeError, match="base has changed since the run began, which reads"):
+        with pytest.raises(OutsizeError, match=said):
             runs.train(**keys)
     run = runs.home / "run"
     assert (run / "latest").read_text().strip() == "step-00000003"
@@ -152,10 +159,13 @@ def test_a_run_in_place_goes_on_bit_for_bit_and_not_beside_other_files(
     assert files_of(runs.home / "whole") == files_of(run)
 
 
-def spoil(base: Path) -> None:
+def spoil(base: Path, replaced: bool = False) -> None:
+    """Turn a bit of a file, or of another one in its place."""
     path = base / "model.safetensors"
     found = bytearray(path.read_bytes())
     found[-1] ^= 1
+    if replaced:
+        path.unlink()
     path.write_bytes(found)
 
 
