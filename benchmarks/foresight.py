@@ -101,7 +101,7 @@ QUESTIONS = (
         "pipeline and data": _mesh("pipeline=4,data=2", "plan.microbatch_rows=2"),
     }),
     Question("experts", "tiny-experts", 16, 2, {
-        "experts cut": _mesh("data=2,expert=2", "plan.zero=0"),
+        "experts cut": _mesh("expert=2", "plan.zero=0"),
         "data": _mesh("data=2", "plan.zero=1"),
     }),
     Question("two workers, within 220 MiB each, a disk", "25m", 8, 2, {

@@ -114,6 +114,7 @@ class Elsewhere:
             raise OutsizeError("no model; expected as `outsize plan llama3-70b --hardware SPEC`")
         cluster = parse_spec(self.hardware or "")
         asked, shape = self._asked(sets, places, cluster), shape_of(name)
+        asked = replace(asked, carried_out=out is not None)
         if not cluster.alike:
             from outsize.cli.elsewhere_unlike import plan_unlike
 

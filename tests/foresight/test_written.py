@@ -66,6 +66,19 @@ def test_a_plan_that_was_found_verifies(machine: str, tmp_path: Path) -> None:
     assert json.loads(result.output)["holds"]
 
 
+def test_a_plan_of_experts_is_one_that_this_runtime_has(machine: str, tmp_path: Path) -> None:
+    """States lie over the workers that have the same experts; a forecast alone knows Megatron's."""
+    two, path = machine.replace("4 x", "2 x"), tmp_path / "plan.yaml"
+    words = ("plan", "tiny-experts", "--hardware", two, *SMALL, "--require", "expert=2", "--json")
+    zeros = {plan["zero"] for plan in json.loads(invoke(*words).output)["plans"]}
+    assert zeros == {0, 1, 3}
+    made = invoke(*words, "--out", str(path))
+    assert {plan["zero"] for plan in json.loads(made.output)["plans"]} == {0}
+    assert read_plan(path).plan.mesh == parse_mesh("expert=2")
+    result = invoke("verify", "--set", f"plan_file={path}", "--steps", "1", "--json")
+    assert result.exit_code == 0 and json.loads(result.output)["holds"]
+
+
 def test_a_rehearsal_counts_every_action_and_byte(machine: str, tmp_path: Path) -> None:
     """The peaks of whole lists, played, are those that the forecast composes of one microbatch."""
     path = tmp_path / "plan.yaml"

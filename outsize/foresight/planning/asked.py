@@ -135,7 +135,9 @@ def value_of(layout: Layout, name: str) -> Value:
 @dataclass(frozen=True)
 class Asked:
     """What is to be trained, on which terms. batch: rows of a step; memory: bytes of a device, at
-    most (None: what it has); devices: at most (None: all); seconds: of searching."""
+    most (None: what it has); devices: at most (None: all); seconds: of searching; carried_out:
+    whether this runtime is to do it, which cuts states over the workers that have the same experts,
+    not over those of all experts as Megatron's does."""
 
     sequence: int
     batch: int
@@ -145,6 +147,7 @@ class Asked:
     devices: int | None = None
     objective: Objective = "time"
     seconds: float = 10.0
+    carried_out: bool = False
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:

@@ -143,7 +143,7 @@ def _chunked(shape: Shape, base: Layout, chunks: int) -> bool:
 def _sharded(asked: Asked, cell: Cell) -> Iterator[tuple[int, int]]:
     """(stage of ZeRO, over how many workers): over the data axis, or those of one machine."""
     base = cell.base
-    copies = base.data
+    copies = base.data // base.expert if asked.carried_out else base.data
     for zero in asked.conditions.among("zero", (0, 1, 3)):
         if zero == 0:
             if asked.conditions.allow("shards", 1):
