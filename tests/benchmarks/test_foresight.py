@@ -11,7 +11,19 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import foresight
-from foresight import PLANNED, QUESTIONS, Found, Refused, choices, made, missed, read, runs
+from foresight import (
+    AGAIN,
+    PLANNED,
+    QUESTIONS,
+    Found,
+    Refused,
+    again,
+    choices,
+    made,
+    missed,
+    read,
+    runs,
+)
 
 GOOD = Found("q", "a", 1.05, 0.9, 1.0, (104, 100), 0.0)
 
@@ -66,3 +78,16 @@ def test_a_choice_is_judged_by_the_best_that_was_measured() -> None:
     assert choices(found) == {"q": pytest.approx(0.1)}
     assert missed(found) == ["q: the choice is 10.0% slower than the best"]
     assert "| q: b" in foresight.shown(found)
+
+
+def test_the_best_and_the_choice_are_run_again_one_behind_the_other() -> None:
+    """A machine that has become slower meanwhile makes no choice worse."""
+    question = QUESTIONS[0]
+    first, second, *_ = question.alternatives
+    found = [replace(GOOD, question=question.name, name=name, measured=spent)
+             for name, spent in ((first, 1.2), (second, 1.0), (PLANNED, 1.3))]  # fmt: skip
+    assert choices(found) == {question.name: pytest.approx(0.3)}
+    todo = [name for _, name, _ in again(QUESTIONS, found)]
+    assert todo == [second + AGAIN, PLANNED + AGAIN]
+    found += [replace(found[1], name=todo[0], measured=1.3), replace(found[2], name=todo[1])]
+    assert choices(found) == {question.name: pytest.approx(0.0)}
