@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -26,6 +26,26 @@ _OTHERS: Mapping[str, Any] = {
     "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "layers_to_transform": None,
     "layers_pattern": None, "exclude_modules": None, "target_parameters": None,
 }  # fmt: skip
+
+
+class OnLinears:
+    """Settings of an adapter that has one thing beside each Linear that `targets` names. key: that
+    of the settings."""
+
+    key: ClassVar[str]
+    targets: tuple[str, ...]
+
+    def beside(self, name: str, one: Weighed) -> Beside:
+        """What a linear layer of this name has beside it. OutsizeError for one that it cannot be
+        beside."""
+        raise NotImplementedError
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (Part(f"{self.key}.targets", self.targets, self.beside),)
+
+    def attach(self, model: nn.Module) -> None:
+        attach(model, self.parts)
 
 
 def attach(model: nn.Module, parts: Iterable[Part]) -> None:

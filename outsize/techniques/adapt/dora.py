@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from outsize.models.adapter import FORMATS, Adapted, Naming, Part, Squares, Weighed, along_output
+from outsize.models.adapter import FORMATS, Adapted, Naming, Squares, Weighed, along_output
 from outsize.models.declared import Declared, Initial
 from outsize.models.low_rank import LowRank, scale
-from outsize.models.targets import ALL, TARGETS, attach, check_rank, stored
+from outsize.models.targets import ALL, TARGETS, OnLinears, check_rank, stored
 from outsize.registry import setting, technique
 from outsize.techniques.adapt.lora import FORMAT, MAGNITUDES, read_settings, said
 
@@ -27,25 +27,18 @@ KEY = "adapt.dora"
 
 
 @dataclass(frozen=True)
-class Dora:
+class Dora(OnLinears):
     """Which Linears of the blocks have it, and the rank of their directions' updates."""
 
+    key: ClassVar[str] = KEY
     rank: int = setting(16, "rank of the update of each weight's direction", least=1)
     alpha: float = setting(16.0, "the update counts alpha / rank", least=0)
     targets: tuple[str, ...] = setting((ALL,), TARGETS)
     rank_stabilised: bool = setting(False, "the update counts alpha / sqrt(rank) instead")
 
     def beside(self, name: str, one: Weighed) -> Directed:
-        """What a linear layer of this name has beside it."""
         check_rank(f"{KEY}.rank", self.rank, name, one)
         return Directed(one, self.rank, scale(self.alpha, self.rank, self.rank_stabilised))
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return (Part(f"{KEY}.targets", self.targets, self.beside),)
-
-    def attach(self, model: nn.Module) -> None:
-        attach(model, self.parts)
 
     def to_json(self, adapted: Adapted) -> dict[str, Any]:
         own = {**said(self), MAGNITUDES: True}

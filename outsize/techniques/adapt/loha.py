@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from outsize.models.adapter import (
     FORMATS,
     Adapted,
     Naming,
-    Part,
     Weighed,
     along_input,
     along_output,
@@ -31,7 +30,7 @@ from outsize.models.declared import Declared, Initial, Lies
 from outsize.models.targets import (
     ALL,
     TARGETS,
-    attach,
+    OnLinears,
     check_rank,
     number,
     refuse_others,
@@ -44,24 +43,17 @@ OTHERS = {"rank_dropout": 0.0, "module_dropout": 0.0, "use_effective_conv2d": Fa
 
 
 @dataclass(frozen=True)
-class Loha:
+class Loha(OnLinears):
     """Which Linears of the blocks have it, and the rank of both factors."""
 
+    key: ClassVar[str] = KEY
     rank: int = setting(8, "rank of both factors of the update of each weight", least=1)
     alpha: float = setting(8.0, "the update counts alpha / rank", least=0)
     targets: tuple[str, ...] = setting((ALL,), TARGETS)
 
     def beside(self, name: str, one: Weighed) -> Hadamard:
-        """What a linear layer of this name has beside it."""
         check_rank(f"{KEY}.rank", self.rank, name, one)
         return Hadamard(one, self.rank, self.alpha / self.rank)
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return (Part(f"{KEY}.targets", self.targets, self.beside),)
-
-    def attach(self, model: nn.Module) -> None:
-        attach(model, self.parts)
 
     def to_json(self, adapted: Adapted) -> dict[str, Any]:
         own = {"r": self.rank, "alpha": self.alpha, "init_weights": True, **OTHERS}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from outsize.models.adapter import (
     FORMATS,
     Adapted,
     Naming,
-    Part,
     Weighed,
     along_input,
     along_output,
@@ -31,7 +30,7 @@ from outsize.models.declared import INSIDE, Declared, Initial
 from outsize.models.targets import (
     ALL,
     TARGETS,
-    attach,
+    OnLinears,
     check_rank,
     number,
     refuse_others,
@@ -47,24 +46,17 @@ OTHERS = {
 
 
 @dataclass(frozen=True)
-class Lokr:
+class Lokr(OnLinears):
     """Which Linears of the blocks have it, and the rank of the larger factor."""
 
+    key: ClassVar[str] = KEY
     rank: int = setting(8, "rank of the larger factor, which is dense where it is small", least=1)
     alpha: float = setting(8.0, "the update counts alpha / rank", least=0)
     targets: tuple[str, ...] = setting((ALL,), TARGETS)
 
     def beside(self, name: str, one: Weighed) -> Kronecker:
-        """What a linear layer of this name has beside it."""
         check_rank(f"{KEY}.rank", self.rank, name, one)
         return Kronecker(one, self.rank, self.alpha / self.rank)
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return (Part(f"{KEY}.targets", self.targets, self.beside),)
-
-    def attach(self, model: nn.Module) -> None:
-        attach(model, self.parts)
 
     def to_json(self, adapted: Adapted) -> dict[str, Any]:
         own = {"r": self.rank, "alpha": self.alpha, "init_weights": True, **OTHERS}

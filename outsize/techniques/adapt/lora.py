@@ -17,22 +17,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
-
-from torch import nn
+from typing import Any, ClassVar
 
 from outsize.models.adapter import (
     FORMATS,
     Adapted,
     Naming,
-    Part,
     Weighed,
 )
 from outsize.models.low_rank import LowRank, scale
 from outsize.models.targets import (
     ALL,
     TARGETS,
-    attach,
+    OnLinears,
     check_rank,
     number,
     refuse_others,
@@ -49,9 +46,10 @@ OTHERS = {
 
 
 @dataclass(frozen=True)
-class Lora:
+class Lora(OnLinears):
     """Which Linears of the blocks have an update of low rank, and of which rank."""
 
+    key: ClassVar[str] = KEY
     rank: int = setting(16, "rank of the update of each weight", least=1)
     alpha: float = setting(16.0, "the update counts alpha / rank", least=0)
     targets: tuple[str, ...] = setting((ALL,), TARGETS)
@@ -63,16 +61,8 @@ class Lora:
         return scale(self.alpha, self.rank, self.rank_stabilised)
 
     def beside(self, name: str, one: Weighed) -> LowRank:
-        """What a linear layer of this name has beside it."""
         check_rank(f"{KEY}.rank", self.rank, name, one)
         return LowRank(one, self.rank, self.scale, self.rate_ratio)
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return (Part(f"{KEY}.targets", self.targets, self.beside),)
-
-    def attach(self, model: nn.Module) -> None:
-        attach(model, self.parts)
 
     def to_json(self, adapted: Adapted) -> dict[str, Any]:
         return stored(FORMAT, adapted, said(self))

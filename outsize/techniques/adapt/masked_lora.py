@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from outsize.models.adapter import (
     OWN,
     Adapted,
     Naming,
-    Part,
     Weighed,
     along_input,
     along_output,
@@ -37,7 +36,7 @@ from outsize.models.linear import Linear
 from outsize.models.targets import (
     ALL,
     TARGETS,
-    attach,
+    OnLinears,
     check_rank,
     number,
     refuse_others,
@@ -49,9 +48,10 @@ KEY, FORMAT = "adapt.masked_lora", f"{OWN}MASKED_LORA"
 
 
 @dataclass(frozen=True)
-class MaskedLora:
+class MaskedLora(OnLinears):
     """Which Linears of the blocks have it, and the rank of what is masked."""
 
+    key: ClassVar[str] = KEY
     rank: int = setting(16, "rank of the update of each weight before its zeros are kept", least=1)
     alpha: float = setting(32.0, "the update counts alpha / rank", least=1e-6)
     targets: tuple[str, ...] = setting((ALL,), TARGETS)
@@ -66,13 +66,6 @@ class MaskedLora:
                 " adapter"
             )
         return Masked(one, self.rank, self.alpha / self.rank)
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return (Part(f"{KEY}.targets", self.targets, self.beside),)
-
-    def attach(self, model: nn.Module) -> None:
-        attach(model, self.parts)
 
     def to_json(self, adapted: Adapted) -> dict[str, Any]:
         return stored(FORMAT, adapted, {"r": self.rank, "lora_alpha": self.alpha})

@@ -12,22 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from outsize.errors import OutsizeError
-from outsize.models.adapter import FORMATS, Adapted, Naming, Part, Weighed, along_input
+from outsize.models.adapter import FORMATS, Adapted, Naming, Weighed, along_input
 from outsize.models.declared import Declared, Initial
-from outsize.models.targets import (
-    ALL,
-    TARGETS,
-    attach,
-    number,
-    refuse_others,
-    stored,
-)
+from outsize.models.targets import ALL, TARGETS, OnLinears, number, refuse_others, stored
 from outsize.registry import setting, technique
 
 KEY, FORMAT = "adapt.oft", "OFT"
@@ -40,9 +33,10 @@ OTHERS = {
 
 
 @dataclass(frozen=True)
-class Oft:
+class Oft(OnLinears):
     """Which Linears of the blocks are turned, and how many features turn together."""
 
+    key: ClassVar[str] = KEY
     block: int = setting(32, "features that turn together; divides what a weight takes", least=2)
     targets: tuple[str, ...] = setting((ALL,), TARGETS)
 
@@ -54,13 +48,6 @@ class Oft:
                 " expected a block that does"
             )
         return Turned(one, self.block)
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return (Part(f"{KEY}.targets", self.targets, self.beside),)
-
-    def attach(self, model: nn.Module) -> None:
-        attach(model, self.parts)
 
     def to_json(self, adapted: Adapted) -> dict[str, Any]:
         own = {**OTHERS, "oft_block_size": self.block, "init_weights": True, "peft_version": SERIES}

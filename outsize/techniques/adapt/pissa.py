@@ -11,15 +11,15 @@ weights as they are.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from outsize.models.adapter import Adapted, Part, Weighed, along_input, along_output
+from outsize.models.adapter import Adapted, Weighed, along_input, along_output
 from outsize.models.declared import Declared, Initial
 from outsize.models.low_rank import Factor, scale
-from outsize.models.targets import ALL, TARGETS, attach, check_rank, stored
+from outsize.models.targets import ALL, TARGETS, OnLinears, check_rank, stored
 from outsize.registry import setting, technique
 from outsize.techniques.adapt.lora import FORMAT, said
 
@@ -27,25 +27,18 @@ KEY = "adapt.pissa"
 
 
 @dataclass(frozen=True)
-class Pissa:
+class Pissa(OnLinears):
     """Which Linears of the blocks have it, and how many singular values each."""
 
+    key: ClassVar[str] = KEY
     rank: int = setting(16, "singular values of each weight that are trained", least=1)
     alpha: float = setting(16.0, "the update counts alpha / rank", least=1e-6)
     targets: tuple[str, ...] = setting((ALL,), TARGETS)
     rank_stabilised: bool = setting(False, "the update counts alpha / sqrt(rank) instead")
 
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return (Part(f"{KEY}.targets", self.targets, self.beside),)
-
     def beside(self, name: str, one: Weighed) -> Principal:
-        """What a linear layer of this name has beside it."""
         check_rank(f"{KEY}.rank", self.rank, name, one)
         return Principal(one, self.rank, scale(self.alpha, self.rank, self.rank_stabilised))
-
-    def attach(self, model: nn.Module) -> None:
-        attach(model, self.parts)
 
     def to_json(self, adapted: Adapted) -> dict[str, Any]:
         """Of as many again, that count as much each."""

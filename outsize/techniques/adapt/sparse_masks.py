@@ -17,25 +17,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from outsize.errors import OutsizeError
-from outsize.models.adapter import FORMATS, OWN, Adapted, Naming, Part, Weighed, along_output
+from outsize.models.adapter import FORMATS, OWN, Adapted, Naming, Weighed, along_output
 from outsize.models.declared import Declared, Initial, Lies
-from outsize.models.targets import ALL, TARGETS, attach, number, refuse_others, stored
+from outsize.models.targets import ALL, TARGETS, OnLinears, number, refuse_others, stored
 from outsize.registry import setting, technique
 
 KEY, FORMAT = "adapt.sparse", f"{OWN}SPARSE"
 
 
 @dataclass(frozen=True)
-class Sparse:
+class Sparse(OnLinears):
     """Which Linears of the blocks have it, and of how many weights one is trained."""
 
+    key: ClassVar[str] = KEY
     of: int = setting(64, "of so many weights of a row the smallest is trained", least=2)
     targets: tuple[str, ...] = setting((ALL,), TARGETS)
 
@@ -47,13 +48,6 @@ class Sparse:
                 " expected a number that does"
             )
         return Few(one, self.of)
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return (Part(f"{KEY}.targets", self.targets, self.beside),)
-
-    def attach(self, model: nn.Module) -> None:
-        attach(model, self.parts)
 
     def to_json(self, adapted: Adapted) -> dict[str, Any]:
         return stored(FORMAT, adapted, {"of": self.of})
