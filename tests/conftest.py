@@ -34,6 +34,7 @@ from outsize.collectives import threads
 from outsize.hardware.probe import keep
 from outsize.kernels import native
 from outsize.launch import fingerprint
+from outsize.train import timing
 
 # The same examples on every machine, and no verdict by the clock of a busy one.
 hypothesis.settings.register_profile(
@@ -47,6 +48,7 @@ gc.freeze()
 gc.set_threshold(50_000, 20, 100)
 
 fingerprint.code()  # of the sources: commands and workers that tests fork would each find it out
+timing.PACING_SECONDS = 0.04  # busy ones, before a pipeline starts: 0.8 in train/test_pacing.py
 threads.WAIT = 120.0  # seconds: a test that hangs says so before its run is given up
 
 LOOPBACK = ("127.", "::1", "localhost")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
-
 from outsize import typed
 from outsize.hardware.hardware import Hardware
 from outsize.texts import read_text
@@ -14,8 +12,7 @@ from outsize.texts import read_text
 def dumps(hardware: Hardware) -> str:
     """YAML text; equal hardware gives equal text."""
     said = typed.plain(hardware, defaults=False)
-    text: str = yaml.safe_dump(said, sort_keys=False, allow_unicode=True, width=100)
-    return text
+    return typed.dump_yaml(said, allow_unicode=True, width=100)
 
 
 def loads(text: str, name: str = "hardware") -> Hardware:

@@ -18,12 +18,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from outsize.errors import OutsizeError
 from outsize.plan.plan import Plan
 from outsize.texts import read_text, write_text
-from outsize.typed import load_yaml, plain, read
+from outsize.typed import dump_yaml, load_yaml, plain, read
 
 VERSION = 2
 Shapes = Iterable[tuple[str, tuple[int, ...]]]
@@ -73,7 +71,7 @@ def write_plan(path: Path, file: PlanFile) -> None:
     said["parameters"] = file.parameters
     if file.machines:
         said["machines"] = list(file.machines)
-    text = yaml.safe_dump({**said, "plan": plain(file.plan)}, sort_keys=False)
+    text = dump_yaml({**said, "plan": plain(file.plan)})
     write_text(text, path)
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import yaml
-
 from outsize.errors import counted
 from outsize.plan.plan import BYTES, DEVICE, Plan
 from outsize.registry import TECHNIQUES
-from outsize.typed import load_yaml, plain, read
+from outsize.typed import dump_yaml, load_yaml, plain, read
 
 
 def to_yaml(plan: Plan) -> str:
     """A plan as YAML; `from_yaml` gives back an equal plan."""
-    return yaml.safe_dump(plain(plan), sort_keys=False)
+    return dump_yaml(plain(plan))
 
 
 def from_yaml(text: str) -> Plan:

@@ -123,6 +123,16 @@ class PlanRequest(Extended):
         """How the job trains that is planned."""
         return Recipe(self.optimizer, self.clip, techniques=self.techniques, rates=self.rates)
 
+    @property
+    def rehearsed(self) -> PlanRequest:
+        """What a plan's actions are rehearsed with: all that a plan says itself, and what guides
+        the search for one, is left out."""
+        return PlanRequest(
+            self.rows, self.sequence, self.precision, self.optimizer, self.clip,
+            dropout=self.dropout, weighed=self.weighed, mesh=self.mesh, techniques=self.techniques,
+            rates=self.rates, apart=self.apart, kind=self.kind, grain=self.grain,
+        )  # fmt: skip
+
     def ledger(self) -> Ledger:
         """Counts what a rehearsal holds."""
         return Ledger(device=self.kind, grain=self.grain)
@@ -194,23 +204,28 @@ def _largest(plan: Plan) -> int:
 
 def facts_of_model(config: DecoderConfig, request: PlanRequest) -> Facts:
     """What the placement of plans needs of a native decoder."""
-    facts = kept(Facts, (config, request), partial(_facts, config, request))
+    asked, plan = replace(request.rehearsed, clip=None), _plainest(config, request)
+    facts = kept(Facts, (config, asked, plan), partial(_facts, config, asked, plan))
     return known_of(request, facts)
 
 
-def _facts(config: DecoderConfig, request: PlanRequest) -> Facts:
-    from outsize.simulate.fake import FakeMode
-
+def _plainest(config: DecoderConfig, request: PlanRequest) -> Plan:
+    """A microbatch of one row, of whose job facts are read."""
     segments = len(config.layers) + 2
     mesh = request.mesh.having(data=1, pipeline=1)
     exact = tuple(name for name in request.approximate if name != PARTIAL)
-    plan = Plan(
+    return Plan(
         segments, per_segment(segments), mesh.rows, precision=request.precision, approximate=exact,
         mesh=mesh, sequence_parallel=bool(request.sequence_parallel),
         pipeline=request.schedule.cutting if request.mesh.pipeline > 1 else Pipelined(),
         settings=request.settings.laying,
     )  # fmt: skip
-    job_of, _ = native_makers(config, replace(request, clip=None))
+
+
+def _facts(config: DecoderConfig, request: PlanRequest, plan: Plan) -> Facts:
+    from outsize.simulate.fake import FakeMode
+
+    job_of, _ = native_makers(config, request)
     with FakeMode():
         return facts_of(job_of(plan, request.ledger()))
 
@@ -261,6 +276,7 @@ class Forecaster:
         if key not in self._known:
             makers = native_makers(chosen.config, self.request, bounds)
             find = partial(rehearse, chosen.plan, *makers, splits, self.request.ledger)
-            about = chosen.config, self.request, chosen.plan, bounds, splits
+            step = chosen.plan.own_rows, chosen.plan.microbatches, bare(chosen.plan)
+            about = chosen.config, self.request.rehearsed, step, bounds, splits
             self._known[key] = kept(Costs, about, find)
         return self._known[key]

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from outsize.errors import OutsizeError
 from outsize.optim import OPTIMIZERS, SGD, Optimizer, check_approximate
 from outsize.optim.parse import parse as parse_optimizer
@@ -29,7 +27,7 @@ from outsize.train.config import (
     technique_leaves,
 )
 from outsize.train.other_trainers import here
-from outsize.typed import load_yaml, place, read, unknown
+from outsize.typed import dump_yaml, load_yaml, place, read, unknown
 
 RUN = "run.yaml"  # in the directory of a run: all of its values
 SET = "--set"
@@ -132,7 +130,7 @@ class Resolved:
                 here[section] = inner if isinstance(inner, dict) else {}
                 here = here[section]
             here[key] = value
-        return yaml.safe_dump(nested, sort_keys=False)
+        return dump_yaml(nested)
 
 
 def resolve(path: str | Path | None, sets: Iterable[str] = ()) -> Resolved:

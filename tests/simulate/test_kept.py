@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import outsize
+from outsize.collectives import Mesh
 from outsize.decode.generate import Request
 from outsize.decode.samplers import Sampling
 from outsize.hardware import catalogue
@@ -24,7 +25,7 @@ from outsize.optim import AdamW
 from outsize.plan import Plan, Precision
 from outsize.plan.plan import per_segment
 from outsize.registry import Registry
-from outsize.search import PlanRequest
+from outsize.search import PlanRequest, choose, predict
 from outsize.search import request as requests
 from outsize.search.request import Forecaster
 from outsize.simulate import kept as keeping
@@ -160,6 +161,21 @@ def test_costs_and_facts_of_a_plan_come_back_equal(folder, monkeypatch) -> None:
     for name in ("rehearse", "_facts"):
         monkeypatch.setattr(requests, name, lambda *_: pytest.fail("rehearsed again"))
     assert found() == first
+
+
+def test_a_plan_that_was_chosen_is_predicted_by_what_was_rehearsed(folder, monkeypatch) -> None:
+    """As the workers do it whom the first one tells the plan: the request leaves it open."""
+    monkeypatch.setattr(requests, "kept", kept)
+    config = parse({**MODEL, "num_hidden_layers": 2, "num_key_value_heads": 2})
+    request = PlanRequest(
+        4, 16, Precision.named("float32"), AdamW(), documents=(0, 16), mesh=Mesh(2, 2),
+        sequence_parallel=None,
+    )  # fmt: skip
+    made = choose(config, request, catalogue("A100-SXM-80"))
+    for name in ("rehearse", "_facts"):
+        monkeypatch.setattr(requests, name, lambda *_: pytest.fail("rehearsed again"))
+    again = predict(config, request, made.plan, catalogue("A100-SXM-80"))
+    assert (again.peak, again.static, again.seconds) == (made.peak, made.static, made.seconds)
 
 
 def test_the_second_start_rehearses_nothing(tmp_path) -> None:

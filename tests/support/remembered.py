@@ -24,17 +24,13 @@ from outsize.plan import plan as plans
 from outsize.runtime import Job, spill
 from outsize.search import planner, played
 from outsize.search import request as requests
-from outsize.search.request import Makers, PlanRequest, native_makers
+from outsize.search.request import Makers, PlanRequest, layouts, native_makers
 from outsize.simulate import Forecast, tokens
 from outsize.simulate.costs import Costs, Facts
 from outsize.simulate.rehearse import bare, rehearse, splits_of
 from outsize.simulate.tokens import Held, Needs
 
 T = TypeVar("T")
-PLANNED = {  # what a plan says itself, and what costs do not depend on
-    "shards": None, "pipeline": None, "microbatch_rows": None, "recompute": None, "order": None,
-    "loss_chunk": None, "mlp_tile": None, "budget": None, "tiers": (),
-}  # fmt: skip
 
 
 class _Folder:
@@ -60,15 +56,15 @@ def remember(folder: Path, patch: pytest.MonkeyPatch) -> None:
     who have this folder. They depend neither on the budget nor on what rests where."""
     known = _Folder(folder)
 
-    def facts(config: DecoderConfig, request: PlanRequest) -> Facts:
-        key = config, replace(request, budget=None)
-        return known.get(key, lambda: plain_facts(config, request))
+    def kept(kind: type[T], key: object, find: Callable[[], T]) -> T:
+        """Facts; costs are remembered where they are rehearsed, with what tests make smaller."""
+        return known.get(("facts", key, plans.PART), find) if kind is Facts else find()
 
     def makers(
         config: DecoderConfig, request: PlanRequest, documents: tuple[int, ...] | None = None
     ) -> Makers:
         job_of, batch_of = native_makers(config, request, documents)
-        about[job_of] = config, replace(request, **PLANNED), documents
+        about[job_of] = config, request.rehearsed, documents or layouts(request)[0]
         return job_of, batch_of
 
     def rehearsed(
@@ -101,10 +97,7 @@ def remember(folder: Path, patch: pytest.MonkeyPatch) -> None:
     plain_needs = tokens._needs
     patch.setattr(tokens, "_needs", needed)
     about: dict[object, object] = {}
-    plain_facts = planner.facts_of_model
-    patch.setattr(planner, "facts_of_model", facts)
-    # They are remembered here, with what tests make smaller.
-    patch.setattr(requests, "kept", lambda kind, key, find: find())
+    patch.setattr(requests, "kept", kept)
     for module in (requests, planner):
         patch.setattr(module, "native_makers", makers)
         patch.setattr(module, "rehearse", rehearsed)

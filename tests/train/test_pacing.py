@@ -35,7 +35,8 @@ def threads():
 
 
 @pytest.fixture
-def setup(runs) -> Setup:
+def setup(runs, monkeypatch) -> Setup:
+    monkeypatch.setattr(timing, "PACING_SECONDS", 0.8)  # as the product has it
     return set_up(resolve(None, runs.sets(mesh="pipeline=2", threads=1)))
 
 
