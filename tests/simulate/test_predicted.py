@@ -26,6 +26,7 @@ from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest, predict
+from outsize.simulate import Forecast
 
 HARDWARE, ADAMW = catalogue("H200"), AdamW()
 
@@ -150,14 +151,21 @@ def table() -> Iterator[list[tuple[str, int, int]]]:
     print(f"worst of {len(rows)}: {worst[0]}, {100 * (1 - worst[2] / worst[1]):.2f}% over")
 
 
+EACH = [
+    "llama, two, uneven rows", "llama, parts again, momentum", "llama, split, graded, float64",
+    "gemma2, caps, windows, bf16",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_predicted_peak_is_the_measured_one(name, table):
+    """Of a step, and of an evaluation behind it; of EACH what every action leaves, too."""
     case = CASES[name]
     plan = plan_of(case)
     request = request_of(case, case.bounds())
     made = predict(config_of(case.family, **case.model), request, plan, HARDWARE)
     batch = batch_of(case, same=True)
-    static, peak, _ = measured(case, plan, batch)
+    static, peak, job = measured(case, plan, batch)
 
     inputs = batch.ids_BS.nbytes + batch.targets_BS.nbytes
     assert dict(made.static) == {**static, "data": inputs}, "static kinds to the byte"
@@ -170,38 +178,13 @@ def test_predicted_peak_is_the_measured_one(name, table):
         of_segments = sum(held.get(kind, 0) for _, held in made.segments)
         assert of_segments == static.get(kind, 0)
         assert made.peak_by_kind.get(kind, 0) == static.get(kind, 0)
+    if name in EACH:
+        leave_what_they_leave(made, job, plan)
+    an_evaluation_holds_what_was_predicted(made, job, plan, batch)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_an_evaluation_holds_what_was_predicted(name):
-    case, plan = CASES[name], plan_of(CASES[name])
-    made = predict(
-        config_of(case.family, **case.model), request_of(case, case.bounds()), plan, HARDWARE
-    )
-    batch = batch_of(case, same=True)
-    _, _, job = measured(case, plan, batch)
-    rows = batch.rows(0, plan.microbatch_size)
-    held = replace(rows, ids_BS=rows.ids_BS.clone(), targets_BS=rows.targets_BS.clone())
-    job.evaluate(held, plan.microbatch_size)
-    peak = max(ran.peak for ran in job.evaluated)
-    assert 0.95 * made.evaluation <= peak <= made.evaluation <= made.peak
-    assert job.ledger.live["data"] == 0, "the batch is the caller's again"
-
-
-EACH = [
-    "llama, two, uneven rows", "llama, parts again, momentum", "llama, split, graded, float64",
-    "gemma2, caps, windows, bf16",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", EACH)
-def test_predicted_actions_leave_what_they_leave(name):
+def leave_what_they_leave(made: Forecast, job: Job, plan: Plan) -> None:
     """Every action of the step, not the highest alone: bytes by kind after it and its own peak."""
-    case = CASES[name]
-    plan = plan_of(case)
-    request = request_of(case, case.bounds())
-    made = predict(config_of(case.family, **case.model), request, plan, HARDWARE)
-    _, _, job = measured(case, plan, batch_of(case, same=True))
     for ours, theirs in zip(made.trace.events, job.report.trace.events, strict=True):
         assert (ours.kind, ours.stage, ours.microbatch) == (
             theirs.kind, theirs.stage, theirs.microbatch,
@@ -209,6 +192,17 @@ def test_predicted_actions_leave_what_they_leave(name):
         assert 0 <= ours.peak - theirs.peak <= scalars(plan) or ours.kind == "NORM", ours.name
         left = sum(ours.live.values()) - sum(theirs.live.values())
         assert abs(left) <= scalars(plan), ours.name
+
+
+def an_evaluation_holds_what_was_predicted(
+    made: Forecast, job: Job, plan: Plan, batch: Batch
+) -> None:
+    rows = batch.rows(0, plan.microbatch_size)
+    held = replace(rows, ids_BS=rows.ids_BS.clone(), targets_BS=rows.targets_BS.clone())
+    job.evaluate(held, plan.microbatch_size)
+    peak = max(ran.peak for ran in job.evaluated)
+    assert 0.95 * made.evaluation <= peak <= made.evaluation <= made.peak
+    assert job.ledger.live["data"] == 0, "the batch is the caller's again"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,60 @@
+"""tools/warm.py: what is forked has its caller's place, signals and end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WARM = Path(__file__).parents[2] / "tools" / "warm.py"
+MAIN = """
+import os, signal, sys, time
+
+def main():
+    print(sys.argv[1:], os.getcwd(), os.environ["SAID"], sys.stdin.read(), "json" in sys.modules)
+    sys.stdout.flush()
+    waits = sys.argv[1] == "waits"
+    print(os.getpid() if waits else "error", file=sys.stderr, flush=True)
+    if waits:
+        time.sleep(600)
+    sys.exit(int(sys.argv[1]))
+"""
+
+
+def run(tmp_path: Path, script: str) -> subprocess.CompletedProcess[str]:
+    package = tmp_path / "path" / "outsize" / "cli"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").touch()
+    (package / "main.py").write_text(MAIN)
+    (tmp_path / "here").mkdir()
+    return subprocess.run(
+        [sys.executable, WARM, tmp_path / "warm", "--import", "json", "--", "bash", "-c", script],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "path")},
+        capture_output=True, text=True, timeout=600, cwd=tmp_path,
+    )  # fmt: skip
+
+
+def test_a_fork_has_all_that_its_caller_has(tmp_path: Path) -> None:
+    script = "cd here; echo in | SAID=so outsize 3 'a b' 2>err; echo $?; cat err; exit 5"
+    done = run(tmp_path, script)
+    assert done.returncode == 5 and done.stderr == ""
+    assert done.stdout == f"['3', 'a b'] {tmp_path / 'here'} so in\n True\n3\nerror\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_fork_ends_as_its_caller_is_ended(tmp_path: Path, number: int) -> None:
+    script = f"""
+SAID=so outsize waits < /dev/null > out 2> pid & here=$!
+until [ -s pid ]; do sleep 0.1; done
+kill -{number} $here
+wait $here
+echo $?
+while kill -0 $(cat pid) 2> /dev/null; do sleep 0.1; done
+"""
+    done = run(tmp_path, script)
+    assert done.stdout.split()[-1] == str(128 + number)

@@ -1,0 +1,168 @@
+"""Runs a command in which `outsize` is forked from one process that has imported PyTorch.
+
+    python tools/warm.py DIR [--import MODULE,...] -- COMMAND...
+
+Documents have scores of commands, each of which would import PyTorch for a second and a half; of
+Outsize itself nothing is imported here. DIR gets a program `outsize`, first on COMMAND's PATH. What
+calls it is answered by a fork with its arguments, directory, environment, standard input and
+outputs, which gets its signals and whose exit code it has. Nothing else may differ: variables that
+PyTorch reads while it is imported are those that this process was started with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+MOST = 1 << 20  # bytes: of arguments and environment
+PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+CALLER = """#!{python} -SE
+import json, os, signal, socket, sys
+there = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+there.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, {most})
+there.connect({path!r})
+ignored = [number for number in {passed} if signal.getsignal(number) == signal.SIG_IGN]
+for number in set({passed}).difference(ignored):
+    signal.signal(number, lambda number, frame: there.send(bytes([number])))
+said = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ), ignored]).encode()
+socket.send_fds(there, [said], [0, 1, 2])
+code = there.recv(1)
+os._exit(code[0] if code else 70)
+"""
+
+
+class Forks:
+    """What is forked for callers, and how each ends."""
+
+    def __init__(self, listener: socket.socket, command: subprocess.Popen[bytes]) -> None:
+        self.listener, self.command = listener, command
+        self.running: set[int] = set()
+        self.watch = selectors.DefaultSelector()
+        self.watch.register(listener, selectors.EVENT_READ)
+        self.watch.register(os.pidfd_open(command.pid), selectors.EVENT_READ, 0)
+
+    def serve(self) -> list[str] | None:
+        """Answer until the command ends: None. In a fork: its arguments."""
+        while True:
+            for key, _ in self.watch.select():
+                if key.fileobj is self.listener:
+                    caller, _ = self.listener.accept()
+                    if (arguments := self._begin(caller)) is not None:
+                        return arguments
+                elif key.data == 0:
+                    for pid in self.running:
+                        _kill(pid)
+                    return None
+                elif isinstance(key.fileobj, socket.socket):
+                    self._pass_on(key.fileobj, key.data)
+                else:
+                    self._end(key.fd, *key.data)
+
+    def _begin(self, caller: socket.socket) -> list[str] | None:
+        said, streams, _, _ = socket.recv_fds(caller, MOST, 3)
+        if not said:  # gone already
+            caller.close()
+            return None
+        pid = os.fork()
+        if pid == 0:
+            return _become(json.loads(said), streams)
+        self.running.add(pid)
+        for stream in streams:
+            os.close(stream)
+        self.watch.register(caller, selectors.EVENT_READ, pid)
+        self.watch.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, caller))
+        return None
+
+    def _pass_on(self, caller: socket.socket, pid: int) -> None:
+        """A signal to the caller; where it is gone, it was killed, and so is what it called."""
+        number = caller.recv(1)
+        if number:
+            os.kill(pid, number[0])
+        else:
+            self.watch.unregister(caller)
+            _kill(pid)
+
+    def _end(self, descriptor: int, pid: int, caller: socket.socket) -> None:
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        self.running.discard(pid)
+        self.watch.unregister(descriptor)
+        os.close(descriptor)
+        if caller in self.watch.get_map():
+            self.watch.unregister(caller)
+            caller.send(bytes([status if status >= 0 else 128 - status]))
+        caller.close()
+
+
+def _kill(pid: int) -> None:
+    """A fork and what it has started; it may have no group of its own yet."""
+    for end in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            end(pid, signal.SIGKILL)
+
+
+def _become(
+    said: tuple[list[str], str, dict[str, str], list[int]], streams: Sequence[int]
+) -> list[str]:
+    """Take the caller's place in a fork; gives the arguments."""
+    arguments, directory, environment, ignored = said
+    for number in PASSED:
+        plain = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in ignored else plain)
+    for place, stream in enumerate(streams):
+        os.dup2(stream, place)
+    os.closerange(3, max(streams) + 64)
+    os.setsid()  # ended as a whole where its caller is
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ |= environment
+    return arguments
+
+
+def _asked() -> tuple[Path, list[str], list[str]]:
+    parser = argparse.ArgumentParser(description="Run a command with a warm `outsize`.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--import", dest="modules", default="torch,torch.distributed")
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args()
+    return options.directory.resolve(), options.modules.split(","), options.command
+
+
+def main() -> int:
+    directory, modules, command = _asked()
+    directory.mkdir(parents=True, exist_ok=True)
+    place = str(directory / "calls")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(place)
+    listener.listen(64)
+    caller = directory / "outsize"
+    caller.write_text(
+        CALLER.format(python=sys.executable, most=MOST, path=place, passed=tuple(map(int, PASSED)))
+    )
+    caller.chmod(0o755)
+    for name in modules:
+        importlib.import_module(name)
+    path = f"{directory}:{os.environ['PATH']}"
+    started = subprocess.Popen(command, env={**os.environ, "PATH": path})
+    arguments = Forks(listener, started).serve()
+    if arguments is None:
+        return started.wait()
+    sys.argv = ["outsize", *arguments]
+    sys.path[0] = str(Path(sys.executable).parent)  # as a program that pip installed has it
+    from outsize.cli.main import main as outsize
+
+    outsize()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
