@@ -51,6 +51,7 @@ class Stack:
     told: bool = False  # whether the processor waits for counts of tokens before it calls experts
     graphs: bool = False  # whether a step is launched as a whole
     parallel: bool = False  # attention and MLP side by side, with one sum each way
+    stops: bool = False  # whether computing again ends with the last tensor that a gradient needs
 
 
 @dataclass(frozen=True)

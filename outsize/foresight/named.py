@@ -18,10 +18,19 @@ from outsize.texts import read_text
 
 GATED = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "gemma2",
-    "gemma3_text", "phi3", "deepseek_v2", "deepseek_v3", "kimi_k2", "gpt_oss", "olmo2", "glm4",
+    "gemma3_text", "phi3", "deepseek_v2", "deepseek_v3", "kimi_k2", "gpt_oss", "olmo2", "olmoe",
+    "glm4",
 )  # fmt: skip
 PLAIN = ("gpt2", "gpt_neox", "opt", "bloom", "mpt", "falcon", "phi", "starcoder2", "gpt_bigcode")
 MIXED = ("nemotron_h",)  # layers of one part each, some with recurrent states
+# What a config.json leaves out where it is the family's default: embedding and head are one, one
+# head of keys and values serves all others, every second layer sees a window.
+TIED = (
+    "gpt2", "opt", "bloom", "mpt", "falcon", "starcoder2", "gpt_bigcode", "gemma", "gemma2",
+    "gemma3_text",
+)  # fmt: skip
+SHARED_KEYS = ("falcon", "gpt_bigcode")
+WINDOWED = ("gpt_oss", "gemma2")
 # Names of one thing in config.json files of different families.
 NAMES: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -29,7 +38,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     "vocab": ("vocab_size",),
     "inner": ("intermediate_size", "n_inner", "ffn_dim"),
-    "groups": ("num_key_value_heads", "n_head_kv"),
+    "groups": ("num_key_value_heads", "n_head_kv", "num_kv_heads"),
     "head": ("head_dim",),
     "experts": ("n_routed_experts", "num_local_experts", "num_experts"),
     "active": ("num_experts_per_tok",),
@@ -83,7 +92,12 @@ def from_config(values: Mapping[str, Any], what: str) -> Shape:
         if key not in found:
             raise OutsizeError(f"{what}: {NAMES[key][0]!r} is missing; expected its number")
     made: dict[str, Any] = {**found, "gated": kind in GATED}
-    made["tied"] = bool(values.get("tie_word_embeddings", kind in PLAIN))
+    made["tied"] = bool(values.get("tie_word_embeddings", kind in TIED))
+    _heads(made, values, kind, what)
+    if kind in GATED and not {"inner", "expert_inner"} & set(made):
+        raise OutsizeError(f"{what}: 'intermediate_size' is missing; expected its number")
+    if kind in WINDOWED:
+        made["window"] = _value(values, ("sliding_window",), what) or 0
     if "experts" in made and "expert_inner" not in made:
         made["expert_inner"] = made.get("inner", 0)
     shared = int(values.get("n_shared_experts") or 0) * int(made.get("expert_inner", 0))
@@ -97,6 +111,19 @@ def from_config(values: Mapping[str, Any], what: str) -> Shape:
         names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
         made["latent"] = Latent(*(int(values.get(n) or 0) for n in (*names, "v_head_dim")))
     return Shape(**{**made, **(_mixed(values, what) if kind in MIXED else {})})
+
+
+def _heads(made: dict[str, Any], values: Mapping[str, Any], kind: str, what: str) -> None:
+    """Heads of keys and values as the family has them, and sizes that are whole numbers."""
+    if kind in SHARED_KEYS and not values.get("new_decoder_architecture"):
+        made["groups"] = 1 if values.get("multi_query", True) else made["heads"]
+    hidden, heads, groups = made["hidden"], made["heads"], made.get("groups") or made["heads"]
+    if heads and not made.get("head") and not values.get("kv_lora_rank") and hidden % heads:
+        raise OutsizeError(f"{what}: hidden size {hidden} is no multiple of {heads} heads")
+    if heads % groups:
+        raise OutsizeError(
+            f"{what}: {heads} heads over {groups} of keys and values; expected a multiple"
+        )
 
 
 def _mixed(values: Mapping[str, Any], what: str) -> dict[str, Any]:

@@ -230,7 +230,8 @@ def _layout(row: Mapping[str, str], numbers: Mapping[str, int | None], source: S
 
 def _variant(named: Mapping[str, str], row: Mapping[str, str]) -> str:
     """What the first regular expression names that fits a row's words; "" where none does."""
-    said = " ".join(row[key] for key in ("source", "model", "gpu_type", "sharding", "notes"))
+    keys = ("source", "model", "gpu_type", "sharding", "notes")
+    said = " ".join((f"{row['gpus']}x", *(row[key] for key in keys)))
     return next((name for match, name in named.items() if re.search(match, said)), "")
 
 

@@ -58,7 +58,10 @@ TILES = (
 # of 128 bytes (Anthony et al., The case for co-designing model architectures with hardware, 2024).
 LINES = {64: 1.0, 32: 0.95, 16: 0.9, 8: 0.8}
 RAGGED = 0.5  # of other sizes
-RAMP = 64  # of the inner dimension: what a tile's first loads and its last store cost
+# What a tile's first loads and its last store cost: of the inner dimension, on a core of so many
+# FLOP/s, an A100's. They wait for memory, whose latency is alike on all: a core that is five times
+# as fast loses five times as much of the inner dimension.
+RAMP, RAMP_BY = 64, 312e12 / 108
 SPREAD = 0.25  # of a roofline's price without a residual, either way
 # Parts of the peak by kernel, forward and back: FlashAttention (Dao et al., 2022), FlashAttention-2
 # (Dao, 2023), on an A100 at sizes of 128.
@@ -92,7 +95,7 @@ class Roofline:
 
     def product(self, m: int, n: int, k: int, dtype: str) -> Cost:
         """Operations at the peak by tiles and waves, or the bytes, whichever takes longer."""
-        fill = self._fill(m, n, k)
+        fill = self._fill(m, n, k, dtype)
         computing = 2.0 * m * n * k / (self.peak(dtype) * fill)
         moved = (m * k + k * n) * BYTES[dtype] + 2.0 * m * n
         return self._cost(max(computing, moved / self.device.bandwidth.value))
@@ -115,11 +118,12 @@ class Roofline:
         known = ", ".join(self.device.peak)
         raise OutsizeError(f"device {self.device.name}: no rate in {dtype}; it has {known}")
 
-    def _fill(self, m: int, n: int, k: int) -> float:
+    def _fill(self, m: int, n: int, k: int, dtype: str) -> float:
         if self.device.array:
             return systolic(m, n, k, self.device.array)
-        line = math.gcd(m, n, k, 64)
-        return tiled(m, n, k, self.device.cores) * LINES.get(line, RAGGED)
+        line, cores = math.gcd(m, n, k, 64), self.device.cores
+        core = self.peak(dtype) / cores if cores else RAMP_BY
+        return tiled(m, n, cores) * LINES.get(line, RAGGED) * k / (k + RAMP * core / RAMP_BY)
 
     def _cost(self, seconds: float) -> Cost:
         said = f"roofline of {self.device.name} ({self.device.bandwidth.source})"
@@ -127,7 +131,7 @@ class Roofline:
 
 
 @lru_cache(maxsize=1 << 16)
-def tiled(m: int, n: int, k: int, cores: int) -> float:
+def tiled(m: int, n: int, cores: int) -> float:
     """The part of the peak that a product reaches: of its best tile what covers the output, times
     what of the last wave of tiles over the cores is in use. cores 0: unknown, no waves."""
     best = 0.0
@@ -135,7 +139,7 @@ def tiled(m: int, n: int, k: int, cores: int) -> float:
         tiles = math.ceil(m / high) * math.ceil(n / wide)
         waves = math.ceil(tiles / cores) * cores if cores else tiles
         best = max(best, part * m * n / (waves * high * wide))
-    return best * k / (k + RAMP)
+    return best
 
 
 def systolic(m: int, n: int, k: int, side: int) -> float:

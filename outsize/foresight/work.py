@@ -7,7 +7,7 @@ counted from matrices and operators of the shape (outsize/foresight/shape.py); n
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -191,7 +191,8 @@ class Work:
     def _mlp(self, inner: int, tokens: float, count: float, cut: int = 0, hidden: int = 0) -> Lanes:
         """Of one inner size, for so many experts with so many tokens each, of H or what is said."""
         t = cut or self.layout.tensor
-        found = self._matrices(self.shape.mlp(inner, hidden), tokens, t)
+        ends = not cut and self.layout.stack.stops  # of experts' results their weights need them
+        found = self._matrices(self.shape.mlp(inner, hidden), tokens, t, ends)
         gate = 3.0 if self.layout.stack.fused else GATED
         halves = (gate if self.shape.gated else 2.0) * inner / t
         found["traffic"] += self._elementwise(halves * tokens)
@@ -229,10 +230,14 @@ class Work:
     # -- what both have ----------------------------------------------------------------------------
 
     def _matrices(
-        self, matrices: Iterable[tuple[int, int, bool]], tokens: float, cut: int = 0
+        self,
+        matrices: tuple[tuple[int, int, bool], ...],
+        tokens: float,
+        cut: int = 0,
+        ends: bool = False,
     ) -> Lanes:
         """Products forward, back into inputs and into weights that are trained, and again where
-        that is asked."""
+        that is asked. ends: whether the last of them, whose result nothing needs, is left out."""
         found, lay = lanes(), self.layout
         lane = "narrow" if lay.narrow else "matmul"
         once = {"full": 1.0, "half": 0.5}.get(lay.recompute, 0.0)
@@ -242,7 +247,8 @@ class Work:
             n, k = (out / t, inner) if column else (out, inner / t)
             shapes = _three(tokens, n, k)
             each = [self.source.product(*shape, lay.precision).seconds for shape in shapes]
-            found[lane] += sum(each[: 2 if lay.frozen else 3]) + once * each[0]
+            again = 0.0 if ends and index == len(matrices) - 1 else once
+            found[lane] += sum(each[: 2 if lay.frozen else 3]) + again * each[0]
             if lay.narrow:
                 moved = CAST * tokens * (2 * k + n)
                 found["cast"] += self.source.traffic(moved).seconds

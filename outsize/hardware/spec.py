@@ -33,9 +33,9 @@ _PREFIX = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12} | {
     name + "i": 1024.0**power for power, name in enumerate("KMGT", 1)
 }
 _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
-_COUNTS = re.compile(r"^((?:\d+\s*[x×]\s*)*(?:\d+\s+)?)([A-Za-z].*)$")
-_TORUS = re.compile(r"^(\S+)\s+(\d+(?:[x×]\d+)+)$")
-_MACHINE = re.compile(r"^(?:(\d+)\s*[x×]\s*)?(this|[^+@]*\.(?:yaml|yml|json))$", re.IGNORECASE)
+_COUNTS = re.compile(r"^((?:\d+\s*[xX×]\s*)*(?:\d+\s+)?)([A-Za-z].*)$")
+_TORUS = re.compile(r"^(\S+)\s+(\d+(?:[xX×]\d+)+)$")
+_MACHINE = re.compile(r"^(?:(\d+)\s*[xX×]\s*)?(this|[^+@]*\.(?:yaml|yml|json))$", re.IGNORECASE)
 _LARGEST = 10_000_000  # devices
 
 

@@ -96,10 +96,25 @@ def test_a_pipeline_within_a_node_sends_over_its_border_to_the_next_one() -> Non
 
 def test_waves_of_tiles() -> None:
     """108 tiles of 256 x 128 fill an A100 once; one tile more starts a wave almost idle."""
-    ramp = 4096 / (4096 + 64)
-    assert tiled(256 * 12, 128 * 9, 4096, 108) == pytest.approx(ramp)
-    assert tiled(256 * 109, 128, 4096, 108) < 0.96 * ramp
-    assert tiled(100, 100, 4096, 0) == pytest.approx(ramp * 0.88 * 1e4 / 128**2)
+    assert tiled(256 * 12, 128 * 9, 108) == pytest.approx(1.0)
+    assert tiled(256 * 109, 128, 108) < 0.96
+    assert tiled(100, 100, 0) == pytest.approx(0.88 * 1e4 / 128**2)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "cores", "peak"),
+    [("A100-SXM-80", "bf16", 108, 312e12), ("H100-SXM", "fp8", 132, 1979e12),
+     ("B200-SXM", "bf16", 148, 2250e12)],
+)  # fmt: skip
+def test_a_tile_begins_and_ends_as_slowly_on_a_faster_core(
+    device: str, dtype: str, cores: int, peak: float
+) -> None:
+    """Whole waves: what a product takes beyond its operations is the same wait for each tile."""
+    source = Roofline(catalogue(device).devices[0])
+    m, n, waves = 256 * cores, 128 * 8, 8
+    for k in (1024, 8192):
+        wait = source.product(m, n, k, dtype).seconds - 2.0 * m * n * k / peak
+        assert wait / waves == pytest.approx(2 * 256 * 128 * 64 / (312e12 / 108))
 
 
 def test_sizes_that_are_no_whole_lines_are_slower() -> None:
@@ -176,6 +191,20 @@ def test_sums_of_interleaved_chunks_go_on_beside_a_round_of_microbatches() -> No
                               (4, replace(MEGATRON, beside_data=False)))
     ]  # fmt: skip
     assert windows == pytest.approx([1.5, 1.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize(("again", "part"), [("full", 1.0), ("half", 0.5)])
+def test_computing_again_may_stop_at_the_last_tensor_that_a_gradient_needs(
+    again: Any, part: float
+) -> None:
+    """PyTorch's checkpoints since 2.1: all products of a block but the one that ends it."""
+    cluster = parse_spec("A100-SXM-80")
+    asked = {"devices": 1, "tensor": 1, "recompute": again}
+    stacks = (MEGATRON, replace(MEGATRON, stops=True))
+    whole, less = (terms(GPT, layout(**asked, stack=s), cluster).last["matmul"] for s in stacks)
+    source = Roofline(catalogue("A100-SXM-80").devices[0])
+    last = source.product(4 * 2048, GPT.hidden, 4 * GPT.hidden, "bf16").seconds
+    assert whole - less == pytest.approx(GPT.layers * part * last)
 
 
 def test_parameters_gathered_one_by_one_wait_for_every_call() -> None:
@@ -291,7 +320,7 @@ def test_products_of_a_layer_are_six_operations_a_parameter() -> None:
     """At the peak without tiles: 6 N operations of a token, 8 N where it is computed again."""
 
     class Peak(Roofline):
-        def _fill(self, m: int, n: int, k: int) -> float:
+        def _fill(self, m: int, n: int, k: int, dtype: str) -> float:
             return 1.0
 
     cluster = parse_spec("A100-SXM-80")

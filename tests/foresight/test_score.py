@@ -64,6 +64,11 @@ def test_conventions_give_the_step_times_that_their_papers_print() -> None:
         made = found[f"GPT-{model}", "hfu_tflops_per_gpu", paper, devices]
         assert made == pytest.approx(expected, rel=2e-3)
     assert found["GPT-175B", "mfu_pct", "MegaScale", 12288] == pytest.approx(6.34, rel=0.03)
+    # Llama 3's MFU is PaLM's, scores without a mask: 38% at 131,072 tokens, 16M of them a step.
+    scores = 12 * 126 * 16384 * 131072
+    expected = 2**24 * (6 * 405.9e9 + scores) / (0.38 * 989e12 * 16384)
+    made = found["Llama3.1-405B", "mfu_pct", "Llama 3", 16384]
+    assert made == pytest.approx(expected, rel=2e-3)
     pairs: dict[tuple[Any, ...], list[float]] = {}
     for run in shipped():
         if run.model.startswith("MPT") and run.layout is not None and not run.layout.narrow:

@@ -91,10 +91,16 @@ def test_a_file_has_measured_rates_and_prices(tmp_path: Path) -> None:
     assert device.watts is not None and device.watts.value == 650
 
 
+@pytest.mark.parametrize("text", ["8XH100-sxm", " 8 x h100-SXM ", "8×H100-SXM", "8 H100-SXM"])
+def test_case_and_spaces_say_nothing(text: str) -> None:
+    assert parse_spec(text) == parse_spec("8xH100-SXM")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("8xH100-SXN", "did you mean 'H100-SXM'"),
+        ("8xh100", "did you mean 'H100-SXM' or 'H100-SXM-96' or 'H100-PCIe'?"),
         ("0xH100-SXM", "a count of 0"),
         ("2 x 0 H100-SXM", "a count of 0"),
         ("2 x 8 H100-SXM @ 25", "'25' has no unit; expected as 25GB/s"),
