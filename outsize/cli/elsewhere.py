@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -142,6 +143,8 @@ class Elsewhere:
         from outsize.memory import parse_bytes
 
         said = _values(sets)
+        if math.isnan(self.seconds):  # which is in every range
+            raise OutsizeError(f"--seconds is {self.seconds}; expected 0.1 or more")
         sequence = _count(said.get("train.sequence", SEQUENCE), "train.sequence", _OF_STEP)
         tokens = _count(said.get("train.batch_tokens", TOKENS), "train.batch_tokens", _OF_STEP)
         if tokens < sequence:
@@ -167,7 +170,7 @@ class Elsewhere:
         """Money an hour and watts of a device, as said or as its sheet has them. Raises
         OutsizeError where the objective asks for one that nobody knows."""
         price, watts = _price(self.price), self.watts
-        if watts is not None and watts <= 0:
+        if watts is not None and not 0 < watts < math.inf:
             raise OutsizeError(f"--watts is {watts}; expected more than 0")
         device = cluster.groups[0].device
         price = price or (device.price.value if device.price else None)

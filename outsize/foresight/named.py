@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -65,7 +66,7 @@ def shape_of(name: str) -> Shape:
     """A shape from the name of a published model or a preset, a config.json, or a directory that
     has one. Raises OutsizeError with the nearest name, or naming what a file lacks."""
     path = Path(name)
-    if path.is_dir():
+    if name and path.is_dir():
         path = path / "config.json"
     if path.suffix == ".json" or path.is_file():
         return from_config(_json(path), str(path))
@@ -74,6 +75,11 @@ def shape_of(name: str) -> Shape:
     if name in PRESETS:
         return from_config(PRESETS[name], name)
     known = (*published(), *PRESETS)
+    if re.fullmatch(r"[\w.]+:\w+", name):
+        raise OutsizeError(
+            f"model {name!r}: modules of a factory are not planned for --hardware; expected a"
+            f" config.json or one of {', '.join(sorted(known))}"
+        )
     raise OutsizeError(f"model {name!r} is unknown{nearest(name.lower(), known)}")
 
 

@@ -119,6 +119,10 @@ def _read(path: str | Path) -> Hardware | Cluster:
     if not isinstance(values, dict) or "spec" not in values:
         return loads(text, str(path))
     file: File = typed.read(File, values, str(path))
+    if re.search(r"\.(ya?ml|json)\b", file.spec, re.IGNORECASE):
+        raise OutsizeError(
+            f"{path}: spec: {file.spec!r} is a file; expected devices, as '2 x 8 H100-SXM'"
+        )
     made = parse_spec(file.spec)
     scale = parse_rate(f"1{file.unit}", f"{path}: unit").value
     rates = tuple(tuple(value * scale for value in row) for row in file.rates)

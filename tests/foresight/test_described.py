@@ -254,6 +254,16 @@ def test_stages_between_the_ends_hold_no_vocabulary_and_fewer_microbatches() -> 
             "--require tensor=2 and --forbid tensor>1: no layout has both",
         ),
         (("llama3-8b", "--hardware", NODE, "--require", "tensor=3"), "has --require tensor=3"),
+        (("llama3-8b", "--hardware", NODE, "--require", "zero=2"), "has it; expected 0, 1, 3"),
+        (
+            ("llama3-8b", "--hardware", NODE, "--require", "sequence-parallel=2"),
+            "has it; expected 0, 1",
+        ),
+        (("llama3-8b", "--hardware", NODE, "--seconds", "nan"), "--seconds is nan"),
+        (("llama3-8b", "--hardware", NODE, "--watts", "nan"), "--watts is nan"),
+        (("llama3-8b", "--hardware", NODE, "--watts", "inf"), "--watts is inf"),
+        (("somebody.model:made", "--hardware", NODE), "modules of a factory are not planned"),
+        (("", "--hardware", NODE), "model '' is unknown"),
         (
             ("llama3-8b", "--hardware", "RTX-4090 + 16GiB host"),
             "devices would do (host: searched too)",

@@ -91,6 +91,13 @@ def test_a_file_has_measured_rates_and_prices(tmp_path: Path) -> None:
     assert device.watts is not None and device.watts.value == 650
 
 
+def test_a_file_that_names_itself_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "again.yaml"
+    path.write_text(f"spec: 2 x {path}\n")
+    with pytest.raises(OutsizeError, match="is a file; expected devices"):
+        parse_spec(str(path))
+
+
 @pytest.mark.parametrize("text", ["8XH100-sxm", " 8 x h100-SXM ", "8×H100-SXM", "8 H100-SXM"])
 def test_case_and_spaces_say_nothing(text: str) -> None:
     assert parse_spec(text) == parse_spec("8xH100-SXM")

@@ -28,6 +28,10 @@ NONE: Mapping[str, Value] = {
     "microbatches": 1, "chunks": 1, "zero": 0, "shards": 1, "sequence-parallel": 0,
     "recompute": "none",
 }  # fmt: skip
+# Of these names a layout has no other values.
+VALUES: Mapping[str, tuple[Value, ...]] = {
+    "zero": (0, 1, 3), "sequence-parallel": (0, 1), "recompute": RECOMPUTE,
+}  # fmt: skip
 _SIGNS: Mapping[str, Callable[[int, int], bool]] = {
     "<=": operator.le, ">=": operator.ge, "!=": operator.ne, "=": operator.eq,
     "<": operator.lt, ">": operator.gt,
@@ -90,6 +94,8 @@ class Conditions:
     def among(self, name: str, usual: Iterable[Value]) -> tuple[Value, ...]:
         """Of the usual values those that are allowed, and one that is required beside them."""
         said = [one.value for one in self.required if one.name == name and one.sign == "="]
+        if name in VALUES:
+            said = []
         return tuple(v for v in dict.fromkeys((*usual, *said)) if self.allow(name, v))
 
     def with_required(self, *more: Condition) -> Conditions:
@@ -101,15 +107,13 @@ class Conditions:
             about = [one for one in (*self.required, *self.forbidden) if one.name == name]
             numbers = {one.value + d for one in about if isinstance(one.value, int)
                        for d in (-1, 0, 1)}  # fmt: skip
-            least = 0 if name in ("zero", "sequence-parallel") else 1
-            tried: Iterable[Value] = RECOMPUTE
-            if name != "recompute":
-                tried = sorted({*(n for n in numbers if n >= least), least})
+            tried = VALUES.get(name) or sorted({*(n for n in numbers if n >= 1), 1})
             if about and not self.among(name, tried):
+                known = ", ".join(map(str, VALUES.get(name, ("another value",))))
                 raise OutsizeError(
                     f"{self.said(name)}: no layout has both; leave one of them out"
                     if len(about) > 1
-                    else f"{self.said(name)}: no layout has it; expected another value"
+                    else f"{self.said(name)}: no layout has it; expected {known}"
                 )
 
     def said(self, name: str = "") -> str:
