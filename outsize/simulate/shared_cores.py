@@ -78,13 +78,16 @@ def by_stage(known: Durations, lists: Sequence[Schedule], message: float = 0.0) 
 
 
 def on_cores(made: Forecast, known: Durations, cores: Sequence[float]) -> Forecast:
-    """A pipeline's forecast by what actions take alone (alone.durations), on shared cores (paces).
+    """A pipeline's forecast by what actions take alone (worker_profile.durations), on shared cores
+    (paces).
 
-    What nothing is known of, as messages, takes what it did in the forecast. The plan has no other
-    axis, and all of its workers are on one machine.
+    What nothing is known of, as messages, takes what it did in the forecast. The plan may have
+    copies of the pipeline that take different rows, and no other axis; all workers are on one
+    machine. Of states that are cut over the copies each updates its part.
     """
-    assert made.ranks and made.plan.mesh.size == len(made.ranks), "a pipeline and nothing else"
-    lists = [turn.schedule for turn in made.ranks]
+    mesh, parts = made.plan.mesh, made.plan.shards.optimizer
+    assert made.ranks and mesh.size == len(made.ranks) * mesh["data"], "copies of a pipeline alone"
+    lists = [made.ranks[mesh.index("pipeline", rank)].schedule for rank in range(mesh.size)]
     measured = by_stage(known, lists)
     least: dict[Hashable, float] = {}  # some wait for other workers, the quickest hardly
     for event in made.trace.events:
@@ -94,12 +97,14 @@ def on_cores(made: Forecast, known: Durations, cores: Sequence[float]) -> Foreca
 
     def seconds(worker: int, action: Action) -> float:
         if action.label in kinds:
-            return measured(worker, action)
+            whole = measured(worker, action)
+            return whole / parts if action.kind in (Kind.UPDATE, Kind.NORM) else whole
         if action.kind is Kind.RECV:
             return messages[action.state, action.stage, action.microbatch, action.part]
         return least.get((action.label, action.stage), 0.0)
 
-    trace = _retimed(made.trace, predict(lists, seconds, cores))
+    first = [turn * mesh.stride("pipeline") for turn in range(len(made.ranks))]
+    trace = _retimed(made.trace, predict(lists, seconds, cores, mesh), first)
     return replace(made, trace=trace, seconds=trace.span())
 
 
@@ -117,19 +122,18 @@ def _messages(trace: Trace) -> dict[Hashable, float]:
     return {name: end - begun[name] for name, end in ended.items()}
 
 
-def _retimed(trace: Trace, times: Trace) -> Trace:
-    """The bytes of one trace at the times of another; both have the same actions."""
-    when = {_name(event): event for event in times.events}
-    events = (
-        replace(event, start=when[_name(event)].start, end=when[_name(event)].end)
-        for event in trace.events
-    )
+def _retimed(trace: Trace, times: Trace, ranks: Sequence[int]) -> Trace:
+    """The bytes of one trace at the times of another; both have the same actions. ranks: which
+    worker of the other each of this one's is."""
+    when = {_name(event, event.worker): event for event in times.events}
+    found = [(event, when[_name(event, ranks[event.worker])]) for event in trace.events]
+    events = (replace(event, start=other.start, end=other.end) for event, other in found)
     ordered = sorted(events, key=lambda event: (event.worker, event.start))
     return replace(trace, events=tuple(ordered))
 
 
-def _name(event: Event) -> Hashable:
-    return (event.worker, event.kind, event.stage, event.microbatch, event.part)
+def _name(event: Event, worker: int) -> Hashable:
+    return (worker, event.kind, event.stage, event.microbatch, event.part)
 
 
 # -- the nodes -------------------------------------------------------------------------------------

@@ -126,16 +126,17 @@ def _of_all(setup: Setup, batch: Batch, worker_group: WorkerGroup) -> Setup:
 
 
 def _takes_long(setup: Setup) -> bool:
-    """Whether a pipeline is left untimed: on GPUs, with others in the mesh or on other machines,
+    """Whether a pipeline is left untimed: on GPUs, with layers that are cut or on other machines,
     and where it would take long."""
     made, mesh = setup.forecast, setup.plan.mesh
-    near = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size)) == mesh.size == mesh.pipeline
+    copies = mesh.pipeline * mesh["data"]
+    near = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size)) == mesh.size == copies
     trial = made.seconds / setup.plan.microbatches * 2 * (WARM + COUNTED) * TURNS
     return not near or setup.device.type != "cpu" or trial > TRIAL_SECONDS
 
 
 def _of_pipeline(setup: Setup, batch: Batch, worker_group: WorkerGroup) -> Setup:
-    """Of a pipeline on the cores of this machine, and nothing else in the mesh."""
+    """Of a pipeline on the cores of this machine, or copies of it with different rows."""
     recipe = recipe_of(setup.config)
     known = durations(
         setup.plan,
@@ -274,7 +275,8 @@ def _paces(setup: Setup, known: Durations, worker_group: WorkerGroup) -> tuple[f
     take long to measure; else ()."""
     size = setup.plan.mesh.size
     apart = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)  # not so in what is tried here
-    each = sum(known[key] for key in known if key[0] not in apart) / size  # of a worker
+    every = sum(known[key] for key in known if key[0] not in apart)
+    each = every / setup.plan.mesh.pipeline  # of a worker
     once = sum(size * each * max(1.0, count / _slots(setup)) for count in range(1, size + 1))
     if worker_group.post is None or once > LONG_SECONDS:
         no_pace(worker_group)

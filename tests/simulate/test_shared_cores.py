@@ -22,7 +22,7 @@ from outsize.optim import AdamW
 from outsize.parallel.divide import divide
 from outsize.plan import Pipelined, Plan, Precision, Stage
 from outsize.plan.plan import per_segment
-from outsize.plan.spread import pipelined
+from outsize.plan.spread import Sharding, pipelined
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
 from outsize.schedule import Action, Kind, Lane, Schedule, State
@@ -240,17 +240,18 @@ def test_the_actions_of_a_real_step_are_those_that_are_predicted(name):
     assert max(held) <= max(e.end - e.start for e in norms.values()) + 1e-9
 
 
-def pipeline_forecast(name: str, workers: int = 4, rows: int = 8):
+def pipeline_forecast(name: str, workers: int = 4, rows: int = 8, data: int = 1, cut: int = 1):
     config = config_of("llama, untied", num_hidden_layers=6)
     plan = Plan(
         8, per_segment(8), rows, 1, SEQUENCE, Precision.named("float32"),
-        mesh=Mesh(pipeline=workers), pipeline=pipelined(name),
+        mesh=Mesh(pipeline=workers, data=data), pipeline=pipelined(name),
+        shards=Sharding(1, 1, cut),
     )  # fmt: skip
     request = PlanRequest(
         rows, SEQUENCE, plan.precision, AdamW(), documents=(0, SEQUENCE), mesh=plan.mesh,
         pipeline=name,
     )  # fmt: skip
-    return predict_plan(config, request, plan, catalogue("H200", workers))
+    return predict_plan(config, request, plan, catalogue("H200", plan.mesh.size))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "interleaved:2", *REAL[:1], *REAL[2:]])
@@ -271,6 +272,24 @@ def test_a_forecast_of_cores_apart_is_as_it_was(name):
     assert 0.99 * work < predicted < 1.05 * (work + sums)
     assert alone(shared.trace, made.trace) == ([], [])
     assert shared.trace.peak() == made.peak and shared.peak == made.peak
+
+
+@pytest.mark.parametrize(("name", "cut"), [("1f1b", 1), ("1f1b", 2), ("zb-h1", 2)])
+def test_copies_of_a_pipeline_with_states_that_are_cut_are_as_they_were(name, cut):
+    """By the times of whole states, which one worker has alone; on one core all copies' work."""
+    made, whole = (pipeline_forecast(name, workers=2, data=2, cut=n) for n in (cut, 1))
+    known = {
+        (event.kind, event.stage): event.end - event.start
+        for event in whole.trace.events
+        if event.lane == "compute" and event.kind != "NORM"
+    }
+    same = on_cores(made, known, ())
+    assert same.seconds == pytest.approx(made.seconds, rel=0.02)
+    assert alone(same.trace, made.trace) == ([], [])
+    shared = on_cores(made, known, (1.0,))
+    timed = [e for e in made.trace.events if (e.kind, e.stage) in known]
+    work = sum(known[e.kind, e.stage] / (cut if e.kind == "UPDATE" else 1) for e in timed)
+    assert 2 * work < shared.seconds and shared.trace.peak() == made.peak
 
 
 def test_messages_that_are_all_waited_for_take_no_longer_than_others():

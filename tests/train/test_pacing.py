@@ -41,16 +41,18 @@ def setup(runs, monkeypatch) -> Setup:
 
 
 def together(setup: Setup) -> Setup:
-    """What the first worker finds while the second keeps pace."""
+    """What the first worker finds while the others keep pace."""
+    mesh = setup.plan.mesh
     stream = streamed(setup, data_of(setup, Console(file=io.StringIO()), WorkerGroup())).stream
     store = HashStore()
 
     def run(world):
-        post = Mailbox(world.rank, 2, world.rank, 2, 0, store, Heartbeat(), lambda _: None)
+        size, rank = mesh.size, world.rank
+        post = Mailbox(rank, size, rank, size, 0, store, Heartbeat(), lambda _: None)
         crew = WorkerGroup(world, post.pulse, post)
         return keep_pace(crew) if world.rank else calibrated(setup, stream, crew)
 
-    return play(Mesh(pipeline=2), run)[0]
+    return play(mesh, run)[0]
 
 
 def test_a_step_is_predicted_by_the_paces_that_were_measured(setup, monkeypatch):
@@ -78,6 +80,14 @@ def test_the_models_own_work_is_done_by_all(setup):
     found = together(setup)
     assert len(found.paces) == 2 and found.paces[0] == 1.0 and found.paces[1] > 0
     assert found.forecast.trace.span() == found.forecast.seconds > 0
+
+
+def test_copies_of_a_pipeline_are_timed_too(runs):
+    setup = set_up(resolve(None, runs.sets(mesh="pipeline=2,data=2", threads=1)))
+    found = together(setup)
+    assert len(found.paces) == 4 and found.paces[0] == 1.0
+    assert found.forecast.seconds == found.forecast.trace.span() != setup.forecast.seconds
+    assert found.forecast.peak == setup.forecast.peak
 
 
 def test_what_takes_long_is_left_out(setup, monkeypatch):
