@@ -37,6 +37,7 @@ PRIORS: Mapping[str, tuple[str, str, float, float]] = {
     "matmul GB200": ("matmul", "GB200", 1.06, 0.1),
     "matmul GB300": ("matmul", "GB300", 1.0, 0.1),
     "matmul of Megatron on H100": ("matmul", "megatron H100", 0.9, 0.1),
+    "matmul of Megatron on A100": ("matmul", "megatron A100", 1.0, 0.1),
     "matmul V100": ("matmul", "V100", 1.1, 0.3),
     "held to 500 W": ("products", "H100-SXM-96", 1.15, 0.15),
     "held to less power": ("products", "limited", 1.4, 0.3),
