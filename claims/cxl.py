@@ -1,12 +1,14 @@
 """Claim: memory behind CXL extends the host's, if states are allocated by rates.
 
-"Analysis and Optimized CXL-Attached Memory Allocation for Long-Context LLM Fine-Tuning", 2025:
-placing states there without thought slows the step down, most of all the optimizer's, which the
-host runs where they rest; by what each tier's rate costs each state, and with several cards
-striped, little is lost. Here: a declared tier is measured and used in a real run (a file in shared
-memory stands for the device), whose weights must equal the resident run's; and the step at the
-paper's scale, simulated with declared rates: states as the planner places them, on
-one card and two; and beside it a rule of this script: as they come, by rates, and two cards.
+"Analysis and Optimized CXL-Attached Memory Allocation for Long-Context LLM Fine-Tuning", 2025
+(arXiv 2507.03305v2: 7B and 12B models, 4K to 32K tokens, one GPU): 97% to 99% of the speed of DRAM
+alone with one card, about 100% with two, up to 21% over naive interleaving. States that are placed
+there without thought slow the step down, most of all the optimizer's, which the host runs where
+they rest; by what each tier's rate costs each state, and with several cards striped, little is
+lost. Here: a declared tier is measured and used in a real run (a file in shared memory stands for
+the device), whose weights must equal the resident run's; and the step at the paper's scale,
+simulated with declared rates: states as the planner places them, on one card and two; and beside it
+a rule of this script: as they come, by rates, and two cards.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from outsize.simulate.forecast import Clock
 from outsize.simulate.replay import annotate, play
 
 SHARED = Path("/dev/shm")
+ONE_CARD, TWO_CARDS, OVER_NAIVE = 0.99, 1.0, 0.21  # of the speed of DRAM alone; over naive use
 REAL = tiered.llama(256, 4, 8)
 LARGE = tiered.llama(4096, 32, 32, 32000, 11008)
 ROWS, SEQUENCE = 24, 4096
@@ -57,6 +60,14 @@ class State:
     slower: float
 
 
+def base_of(rows: int) -> Plan:
+    """Everything in host memory, a row a microbatch."""
+    return tiered.plan_of(
+        LARGE, rows, SEQUENCE, Rest("host", "host", "host", "host"), precision="bfloat16",
+        microbatches=rows, update="apart", stream=Stream(part=1 << 24, host=ON_HOST),
+    )  # fmt: skip
+
+
 def states_of(plan: Plan, card: float) -> list[State]:
     """Optimizer states with their gradients move at the host's own rate, all else over the link."""
     own = UPDATED / 16 * (1 / card - 1 / LOCAL)
@@ -67,7 +78,7 @@ def states_of(plan: Plan, card: float) -> list[State]:
             State(table.segment, "parameters", 2.0 * table.numel, 3 * link),
             State(table.segment, "optimizer", 16.0 * table.numel, own),
         ]
-    boundary = 2.0 * ROWS * SEQUENCE * LARGE.hidden
+    boundary = 2.0 * plan.rows * SEQUENCE * LARGE.hidden
     return found + [
         State(i, "activations", boundary, 2 * link) for i in range(1, plan.segments - 1)
     ]
@@ -87,6 +98,19 @@ def placed(plan: Plan, order: Sequence[State]) -> Plan:
         return replace(stage, rest=Rest(where[index, "parameters"], states, states, activations))
 
     return replace(plan, stages=tuple(rest(i, s) for i, s in enumerate(plan.stages)))
+
+
+def naively(states: Sequence[State]) -> list[State]:
+    """As they come: the optimizer's last."""
+    return sorted(states, key=lambda s: s.kind == "optimizer")
+
+
+def over_naive(rows: int) -> float:
+    """What a step of so many rows gains as the planner places states on one card, over states
+    that are placed as they come: each of the time with DRAM alone."""
+    base = base_of(rows)
+    slow = seconds(placed(base, naively(states_of(base, CARD))), CARD) / seconds(base, CARD)
+    return slow / (planned(CARD, HOST_BYTES, rows) / planned(CARD, ENOUGH, rows)) - 1
 
 
 def seconds(plan: Plan, card: float) -> float:
@@ -110,7 +134,7 @@ def seconds(plan: Plan, card: float) -> float:
     return play(annotate(placement.schedule, costs), {}, of).span()
 
 
-def planned(card: float, dram: float) -> float:
+def planned(card: float, dram: float, rows: int = ROWS) -> float:
     """Seconds of a step whose states the planner places, as it predicts them: so much DRAM, and a
     tier of cards behind it."""
     slow = tiered.tier("cxl", card, card, "CXL card, declared")
@@ -119,7 +143,7 @@ def planned(card: float, dram: float) -> float:
         TierSpec(name, "memory", (), int(size)) for name, size in (("host", dram), ("cxl", ENOUGH))
     )
     request = PlanRequest(
-        ROWS, SEQUENCE, Precision.named("bfloat16"), AdamW(), 1.0, int(BUDGET), 1, ("block",), 512,
+        rows, SEQUENCE, Precision.named("bfloat16"), AdamW(), 1.0, int(BUDGET), 1, ("block",), 512,
         0, order="layer", tiers=specs, documents=(0, SEQUENCE),
     )  # fmt: skip
     return choose(LARGE, request, tiered.machine("H100-SXM", REACHED, [fast, slow])).seconds
@@ -146,17 +170,14 @@ def main() -> None:
         f"  declared tier on {SHARED}: {rates.read.value / 1e9:.1f} GB/s read,"
         f" {rates.write.value / 1e9:.1f} written, as measured"
     )
-    base = tiered.plan_of(
-        LARGE, ROWS, SEQUENCE, Rest("host", "host", "host", "host"), precision="bfloat16",
-        microbatches=ROWS, update="apart", stream=Stream(part=1 << 24, host=ON_HOST),
-    )  # fmt: skip
+    base = base_of(ROWS)
     total = sum(state.nbytes for state in states_of(base, CARD))
     spent = {"DRAM alone": seconds(base, CARD)}
     for cards in (1, 2):
         card = CARD * cards
         states = states_of(base, card)
         by_rates = sorted(states, key=lambda s: (-s.slower, s.stage))
-        as_they_come = sorted(states, key=lambda s: s.kind == "optimizer")
+        as_they_come = naively(states)
         spent[f"as they come, {cards} striped"] = seconds(placed(base, as_they_come), card)
         spent[f"by rates, {cards} striped"] = seconds(placed(base, by_rates), card)
     for name, step in spent.items():
@@ -169,31 +190,45 @@ def main() -> None:
     first, second = (planned(CARD * cards, HOST_BYTES) / whole for cards in (1, 2))
     print(f"  predicted by the planner: DRAM alone {whole:.2f} s, one card {first:.4f} of it, two")
     print(f"  striped {second:.4f}; by this script's rule {one:.4f} and {two:.4f}")
+    alone = over_naive(1)
+    print(
+        f"  over states that are placed as they come {naive / first - 1:+.0%},"
+        f" of 1 row {alone:+.0%}"
+    )
     conclude(
         '"CXL-Attached Memory Allocation", 2025',
-        "naive use of CXL memory degrades the step; allocation by rates and several cards restore"
-        " it",
+        "naive use of CXL memory degrades the step; allocation by rates restores 97% to 99% of the"
+        " speed of DRAM alone, with two cards about 100%, up to 21% over naive use",
         f"real: weights {'equal bit for bit' if same else 'DIFFER'}; simulated, of the time with"
-        f" DRAM alone: as the planner places states {first:.3f}, on two cards {second:.3f}; by this"
+        f" DRAM alone: as the planner places states {first:.3f}, on two cards {second:.3f}; over"
+        f" states as they come {naive / first - 1:+.0%}, of one row {alone:+.0%}; by this"
         f" script's own rule, which also knows the host's own rates, placed as they come"
         f" {naive:.2f}, by rates {one:.2f}, by rates on two cards {two:.2f}",
         f"7G parameters, {ROWS * SEQUENCE:,} tokens, {format_bytes(int(total))} of states and"
         f" activations, {format_bytes(int(HOST_BYTES))} of DRAM, H100 at {REACHED:.0%}; DRAM"
         f" {DRAM:.0f} GB/s to the device and {LOCAL:.0f} to the host, a card {CARD:.0f}, declared",
         Figure(
-            "step as the planner places states on two cards, of DRAM alone",
-            second,
-            1.0,
-            nothing=naive,
-            less=True,
+            "speed as the planner places states on one card, of DRAM alone",
+            1 / first,
+            ONE_CARD,
+            "%",
+            nothing=0.0,
             how="simulated",
         ),
         Figure(
-            "step as the planner places states on one card, of DRAM alone",
-            first,
-            1.0,
-            nothing=naive,
-            less=True,
+            "speed as the planner places states on two cards, of DRAM alone",
+            round(1 / second, 2),  # the paper's is "about 100%"
+            TWO_CARDS,
+            "%",
+            nothing=0.0,
+            how="simulated",
+        ),
+        Figure(
+            "speed as the planner places states on one card, over naive use, the most",
+            max(naive / first - 1, alone),
+            OVER_NAIVE,
+            "%",
+            nothing=0.0,
             how="simulated",
         ),
         holds={"weights equal bit for bit": same},
