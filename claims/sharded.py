@@ -130,7 +130,7 @@ def run(*works: Steps, hosts: Sequence[str] = ()) -> list[list[Ran]]:
         ]
         for process in processes:
             process.start()
-        found = dict(results.get(timeout=300) for _ in processes)
+        found = dict(results.get(timeout=900) for _ in processes)
         for process in processes:
             process.join()
     return [[found[rank][number] for rank in range(size)] for number in range(len(works))]
