@@ -13,8 +13,8 @@
 #include "team.h"
 #include "tiles.h"
 
+using outsize::Joint;
 using outsize::Matrix;
-using outsize::Meeting;
 using outsize::Team;
 using std::int32_t;
 using std::int64_t;
@@ -29,7 +29,7 @@ void outsize_rows_product(int, const void*, const Matrix*, void*, int64_t, int, 
 void outsize_pages_put(int, int, const void*, void*, void*, const int64_t*, int64_t, int64_t, int64_t);
 void outsize_pages_attend(int, int, const void*, const void*, const void*, const void*, const void*,
                           void*, const int64_t*, const int64_t*, const int64_t*, const int64_t*,
-                          int64_t, float, float, int, int);
+                          int64_t, float, float, int, int, void*);
 void outsize_attention_share(int, const void*, const void*, const void*, const int64_t*, const int64_t*,
                              void*, float*, const int64_t*, const int64_t*, float, float, int, int);
 }
@@ -132,15 +132,15 @@ struct Run {
     const Room room;
     const std::vector<Stretch>& parts;
     const Team team;
-    Meeting& meeting;
+    Joint& joint;
     T* x;
     T *normed, *given, *branch;
     float* inverse;
     const int64_t first, last, count;  // tokens of this thread, and how many all are
 
-    Run(const Step& s, const Room& r, const std::vector<Stretch>& p, Team t, Meeting& m, void* stream,
+    Run(const Step& s, const Room& r, const std::vector<Stretch>& p, Team t, Joint& j, void* stream,
         void* work)
-        : step(s), room(r), parts(p), team(t), meeting(m), x(static_cast<T*>(stream)),
+        : step(s), room(r), parts(p), team(t), joint(j), x(static_cast<T*>(stream)),
           normed(static_cast<T*>(work)), first(t.first(s.tokens)), last(t.last(s.tokens)),
           count(s.tokens) {
         inverse = reinterpret_cast<float*>(normed + room.all(count));
@@ -149,7 +149,7 @@ struct Run {
     }
 
     void meet() const {
-        if (team.count > 1) meeting.meet();
+        if (team.count > 1) joint.meeting.meet();
     }
 
     // Of this thread's tokens, each of so many rows; what the result lies in.
@@ -193,7 +193,7 @@ struct Run {
             const int64_t sizes[] = {step.page, l.heads, l.groups, l.head, l.value, l.window, l.value};
             outsize_pages_attend(step.dtype, l.form, q, l.keys, l.key_scales, l.values, l.value_scales,
                                  to, step.tables, step.begins + first, step.positions + first, sizes,
-                                 many, l.scale, l.softcap, team.count, team.index);
+                                 many, l.scale, l.softcap, team.count, team.index, &joint);
             return;
         }
         const int64_t facts[] = {many, l.heads, l.groups, l.head, l.value, l.window, past};
@@ -261,13 +261,13 @@ template <class T>
 void together(const Step& step, const Layer* layers, int64_t count, void* x, void* work) {
     const Room room(step, layers, count);
     const std::vector<Stretch> parts = stretches(step);
-    Meeting meeting;
+    Joint joint;
 #pragma omp parallel num_threads(step.threads)
     {
         const Team team(omp_get_num_threads(), omp_get_thread_num());  // as many as there are
 #pragma omp single
-        meeting.of(team.count);
-        Run<T>(step, room, parts, team, meeting, x, work).all(layers, count);
+        joint.meeting.of(team.count);
+        Run<T>(step, room, parts, team, joint, x, work).all(layers, count);
     }
 }
 

@@ -92,7 +92,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "heads_product": (None, (_I, _I, _P, _P, _N, _P, *[_N] * 4, _I)),
     "eights_product": (None, (_I, *[_P] * 3, _N, _I, _I)),
     "eights_pack": (_I, (_P, _I)),
-    "pages_attend": (None, (_I, _I, *[_P] * 10, _N, _F, _F, _I, _I)),
+    "pages_attend": (None, (_I, _I, *[_P] * 10, _N, _F, _F, _I, _I, _P)),
     "pages_put": (None, (_I, _I, *[_P] * 4, *[_N] * 3)),
     "blocks_work": (_N, (_P, _P, _N)),
     "blocks": (None, (_P, _P, _N, _P, _P)),

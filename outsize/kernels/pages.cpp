@@ -16,6 +16,8 @@
 #include <type_traits>
 #include <vector>
 
+#include <omp.h>
+
 #include "team.h"
 #include "tiles.h"
 
@@ -171,16 +173,23 @@ inline void score_rows(const float* query, const float* const* keys, int size, i
     std::fill(to + last, to + rounded(last, LANES), NEVER);
 }
 
-// Scores to weights against the running maximum, as `soften` does; what is earlier fades so much.
-inline float soften(float* scores, int first, int last, float& top, float& total) {
-    const int from = first / LANES * LANES;
-    vec most = all(top), sum = vec{};
-    for (int j = from; j < last; j += LANES) {
+// The largest of some scores and of what was before.
+inline float largest(const float* scores, int first, int last, float before) {
+    vec most = all(before);
+    for (int j = first / LANES * LANES; j < last; j += LANES) {
         const vec x = load(scores + j);
         most = x > most ? x : most;
     }
     float now = most[0];
     for (int l = 1; l < LANES; ++l) now = most[l] > now ? most[l] : now;
+    return now;
+}
+
+// Scores to weights against the running maximum, as `soften` does; what is earlier fades so much.
+inline float soften(float* scores, int first, int last, float& top, float& total) {
+    const int from = first / LANES * LANES;
+    const float now = largest(scores, first, last, top);
+    vec sum = vec{};
     for (int j = from; j < last; j += LANES) {
         const vec x = load(scores + j);
         vec p = power(x - all(now));
@@ -194,8 +203,9 @@ inline float soften(float* scores, int first, int last, float& top, float& total
     return fade;
 }
 
-// sums = sums * fade + weights [first, last) times rows of values, of `size` numbers, whole vectors.
-template <int WIDE>
+// sums = sums * fade, or nothing, + weights [first, last) times rows of values, of `size` numbers, whole
+// vectors.
+template <int WIDE, bool MORE>
 inline int add_some(float* sums, float fade, const float* weights, const float* const* values,
                     int first, int last, int d, int size) {
     for (; d + WIDE * LANES <= size; d += WIDE * LANES) {
@@ -207,17 +217,20 @@ inline int add_some(float* sums, float fade, const float* weights, const float* 
                 sum[n] = fused(sum[n], weight, load(values[j] + d + n * LANES));
         }
 #pragma GCC unroll 8
-        for (int n = 0; n < WIDE; ++n)
-            store(sums + d + n * LANES, fused(sum[n], load(sums + d + n * LANES), all(fade)));
+        for (int n = 0; n < WIDE; ++n) {
+            float* to = sums + d + n * LANES;
+            store(to, MORE ? fused(sum[n], load(to), all(fade)) : sum[n]);
+        }
     }
     return d;
 }
 
+template <bool MORE = true>
 inline void add(float* sums, float fade, const float* weights, const float* const* values, int first,
                 int last, int size) {
-    int d = add_some<8>(sums, fade, weights, values, first, last, 0, size);
-    d = add_some<4>(sums, fade, weights, values, first, last, d, size);
-    add_some<1>(sums, fade, weights, values, first, last, d, size);
+    int d = add_some<8, MORE>(sums, fade, weights, values, first, last, 0, size);
+    d = add_some<4, MORE>(sums, fade, weights, values, first, last, d, size);
+    add_some<1, MORE>(sums, fade, weights, values, first, last, d, size);
 }
 
 // A row's result to that of a head.
@@ -287,13 +300,47 @@ inline const float* row_of(const Held& from, int64_t room, int64_t group, float*
     return spare;
 }
 
-// A line of each of some heads is loaded, in the order in which they lie: so a processor reads on by
-// itself, which it does neither for what is asked for nor from one room to the next of one head.
-template <class Held>
-inline void come(const Held& from, const int64_t* rooms, int count, int64_t head, int64_t heads) {
-    for (int i = 0; i < count; ++i)
-        if (const volatile float* row = from.lying(rooms[i], head))
-            for (int64_t d = 0; d < heads * from.row; d += LINE) static_cast<void>(row[d]);
+// A tile of what a token sees of its sequence: places [from, to) of it, and their rooms.
+struct Tile {
+    int from, to;
+    int64_t rooms[BLOCK];
+
+    Tile(const Pages& p, int64_t token, int64_t index) {
+        const int64_t end = p.positions[token] + 1, low = std::max<int64_t>(0, end - p.window);
+        const int64_t at = index * BLOCK;
+        from = int(std::max<int64_t>(0, low - at)), to = int(std::min<int64_t>(BLOCK, end - at));
+        p.rooms(token, at + from, at + to, rooms + from);
+    }
+    static int64_t first(const Pages& p, int64_t token) {
+        return std::max<int64_t>(0, p.positions[token] + 1 - p.window) / BLOCK;
+    }
+    static int64_t last(const Pages& p, int64_t token) { return p.positions[token] / BLOCK + 1; }
+
+    // A line of each of some heads is loaded, in the order in which they lie: so a processor reads on
+    // by itself, which it does neither for what is asked for nor from one room to the next of one head.
+    template <class Held>
+    void come(const Held& held, int64_t head, int64_t heads) const {
+        for (int i = from; i < to; ++i)
+            if (const volatile float* row = held.lying(rooms[i], head))
+                for (int64_t d = 0; d < heads * held.row; d += LINE) static_cast<void>(row[d]);
+    }
+
+    // Rows of a head; in the place of those that are not seen and of a vector that is, the first of them.
+    template <class Held>
+    void rows(const Held& held, int64_t head, float* spare, int row, const float** to_rows) const {
+        for (int i = from; i < to; ++i) to_rows[i] = row_of(held, rooms[i], head, spare + i * row);
+        std::fill(to_rows + from / LANES * LANES, to_rows + from, to_rows[from]);
+        std::fill(to_rows + to, to_rows + rounded(to, LANES), to_rows[from]);
+    }
+};
+
+// Queries of some heads of a token, times what scores are multiplied by.
+template <class T>
+void ask(const Pages& p, const T* q, int64_t token, int64_t head, int64_t heads, Space& space) {
+    space.begin(heads, p.key, rounded(int(p.value), LANES));
+    const float factor = p.scale * LOG2E;
+    for (int64_t d = 0; d < heads * p.key; ++d)
+        space.queries[d] = wide(q[(token * p.heads + head) * p.key + d]) * factor;
 }
 
 // One token and some of its heads, where a group has one query: keys and values are read where they lie.
@@ -301,32 +348,121 @@ template <class T, class Held>
 void single(const Pages& p, const T* q, const Held& keys, const Held& values, T* out, int64_t token,
             int64_t head, int64_t heads, Space& space) {
     const int wide_value = rounded(int(p.value), LANES);
-    space.begin(heads, p.key, wide_value);
-    const float factor = p.scale * LOG2E;
-    for (int64_t d = 0; d < heads * p.key; ++d)
-        space.queries[d] = wide(q[(token * p.heads + head) * p.key + d]) * factor;
-    const int64_t end = p.positions[token] + 1, low = std::max<int64_t>(0, end - p.window);
+    ask(p, q, token, head, heads, space);
     alignas(64) float scores[BLOCK];
-    int64_t rooms[BLOCK];
     const float *k[BLOCK], *v[BLOCK];
-    for (int64_t at = low / BLOCK * BLOCK; at < end; at += BLOCK) {
-        const int from = int(std::max<int64_t>(0, low - at)), to = int(std::min<int64_t>(BLOCK, end - at));
-        p.rooms(token, at + from, at + to, rooms + from);
-        come(keys, rooms + from, to - from, head, heads);
-        come(values, rooms + from, to - from, head, heads);
+    for (int64_t at = Tile::first(p, token); at < Tile::last(p, token); ++at) {
+        const Tile tile(p, token, at);
+        tile.come(keys, head, heads);
+        tile.come(values, head, heads);
         for (int64_t h = 0; h < heads; ++h) {
-            for (int i = from; i < to; ++i) {
-                k[i] = row_of(keys, rooms[i], head + h, space.tile.get() + i * space.row);
-                v[i] = row_of(values, rooms[i], head + h, space.values.get() + i * space.row);
-            }
-            std::fill(k + from / LANES * LANES, k + from, k[from]);
-            std::fill(k + to, k + rounded(to, LANES), k[from]);
-            score_rows(space.queries.data() + h * p.key, k, int(p.key), from, to, p.cap, scores);
-            const float fade = soften(scores, from, to, space.top[h], space.total[h]);
-            add(space.sums.data() + h * wide_value, fade, scores, v, from, to, wide_value);
+            tile.rows(keys, head + h, space.tile.get(), space.row, k);
+            tile.rows(values, head + h, space.values.get(), space.row, v);
+            score_rows(space.queries.data() + h * p.key, k, int(p.key), tile.from, tile.to, p.cap, scores);
+            const float fade = soften(scores, tile.from, tile.to, space.top[h], space.total[h]);
+            add(space.sums.data() + h * wide_value, fade, scores, v, tile.from, tile.to, wide_value);
         }
     }
     for (int64_t h = 0; h < heads; ++h) give(p, space, h, out, token * p.heads + head + h);
+}
+
+// One token by a team, each of whom has tiles of its sequence, all heads of them: of half the heads
+// two threads would each have the other's numbers come, as a processor reads on. What is left over of
+// tiles they share by heads. Scores come first, then weights, which need the largest score of all tiles
+// before, then sums, in the order in which `single` has them.
+template <class T, class Held>
+struct Divided {
+    const Pages& p;
+    const Held &keys, &values;
+    const int64_t token, first, tiles, each;  // each: tiles of a thread
+    const Team team;
+    float* room;
+    Space& space;
+
+    // Of a tile's head: weights, their sums by value, then these.
+    enum { MOST, TOTAL, FADE, FACTS };
+    int64_t wide_value() const { return rounded(int(p.value), LANES); }
+    int64_t size() const { return BLOCK + wide_value() + FACTS; }
+    float* of(int64_t tile, int64_t head) const { return room + (tile * p.heads + head) * size(); }
+    float* facts(int64_t tile, int64_t head) const { return of(tile, head) + BLOCK + wide_value(); }
+
+    // The tiles of a thread, and of those that are left over its heads.
+    template <class F>
+    void own(F with) const {
+        const int64_t from = team.index * each, left = team.count * each;
+        for (int64_t t = from; t < from + each; ++t) with(t, int64_t(0), p.heads);
+        for (int64_t t = left; t < tiles; ++t) with(t, team.first(p.heads), team.last(p.heads));
+    }
+
+    void score() const {
+        const float* k[BLOCK];
+        own([&](int64_t t, int64_t head, int64_t last) {
+            const Tile tile(p, token, first + t);
+            tile.come(keys, head, last - head);
+            for (int64_t h = head; h < last; ++h) {
+                float* scores = of(t, h);
+                tile.rows(keys, h, space.tile.get(), space.row, k);
+                score_rows(space.queries.data() + h * p.key, k, int(p.key), tile.from, tile.to, p.cap,
+                           scores);
+                facts(t, h)[MOST] = largest(scores, tile.from, tile.to, NEVER);
+            }
+        });
+    }
+
+    void weigh() const {
+        const float* v[BLOCK];
+        int64_t before = 0;  // tiles that `top` is of
+        own([&](int64_t t, int64_t head, int64_t last) {
+            for (; before < t; ++before)
+                for (int64_t h = 0; h < p.heads; ++h)
+                    space.top[h] = std::max(space.top[h], facts(before, h)[MOST]);
+            const Tile tile(p, token, first + t);
+            tile.come(values, head, last - head);
+            for (int64_t h = head; h < last; ++h) {
+                float *weights = of(t, h), *found = facts(t, h), top = space.top[h];
+                tile.rows(values, h, space.values.get(), space.row, v);
+                found[TOTAL] = 0;
+                found[FADE] = soften(weights, tile.from, tile.to, top, found[TOTAL]);
+                add<false>(weights + BLOCK, 0, weights, v, tile.from, tile.to, int(wide_value()));
+            }
+        });
+    }
+
+    void end(T* out) const {
+        for (int64_t h = team.first(p.heads); h < team.last(p.heads); ++h) {
+            float* sums = space.sums.data() + h * wide_value();
+            for (int64_t t = 0; t < tiles; ++t) {
+                const float *found = facts(t, h), *more = of(t, h) + BLOCK;
+                const vec fade = all(found[FADE]);
+                space.total[h] = fused(all(found[TOTAL]), all(space.total[h]), fade)[0];
+                for (int64_t d = 0; d < wide_value(); d += LANES)
+                    store(sums + d, fused(load(more + d), load(sums + d), fade));
+            }
+            give(p, space, h, out, token * p.heads + h);
+        }
+    }
+};
+
+// One token by all of a team.
+template <class T, class Held>
+void divided(const Pages& p, const T* q, const Held& keys, const Held& values, T* out, int64_t token,
+             const Team& team, Joint& joint, Space& space) {
+    const int64_t first = Tile::first(p, token), tiles = Tile::last(p, token) - first;
+    if (tiles < team.count) {
+        const int64_t head = team.first(p.heads), heads = team.last(p.heads) - head;
+        if (heads) single(p, q, keys, values, out, token, head, heads, space);
+        return;
+    }
+    Divided<T, Held> own{p, keys, values, token, first, tiles, tiles / team.count, team, nullptr, space};
+    if (team.index == 0) joint.room.resize(tiles * p.heads * own.size());
+    joint.meeting.meet();
+    own.room = joint.room.data();
+    ask(p, q, token, 0, p.heads, space);
+    own.score();
+    joint.meeting.meet();
+    own.weigh();
+    joint.meeting.meet();
+    own.end(out);
 }
 
 // The first tokens of spans, and behind the last one how many tokens there are.
@@ -341,34 +477,49 @@ std::vector<int64_t> spans(const Pages& p, int64_t tokens) {
     return found;
 }
 
-// Where groups have one query each: a task has as many of a span's heads as leave every thread as much.
+// Where groups have one query each. Tokens that a team cannot deal out evenly it attends together.
 template <class T, class Held>
 void attend_plain(const Pages& p, const T* q, const Held& keys, const Held& values, T* out,
-                  int64_t tokens, Team team) {
+                  int64_t tokens, Team team, Joint* joint) {
     const std::vector<int64_t> firsts = spans(p, tokens);
-    const int64_t many = int64_t(firsts.size()) - 1;
-    const int64_t each = many % team.count ? std::min<int64_t>(team.count, p.heads) : 1;
-    const int64_t tasks = many * each, begin = team.first(tasks), end = team.last(tasks);
-#pragma omp parallel num_threads(int(std::min<int64_t>(tasks, team.count))) if (team.starts() && tasks > 1)
+    const int64_t many = int64_t(firsts.size()) - 1, left = many % team.count;
+    const auto attended = [&](int64_t n, int64_t head, int64_t last, Space& space) {
+        const int64_t first = firsts[n], count = firsts[n + 1] - first;
+        if (count == 1) return single(p, q, keys, values, out, first, head, last - head, space);
+        for (int64_t h = head; h < last; ++h)
+            span(p, q, keys, values, out, first, count, h, 1, space);
+    };
+    const auto together = [&](const Team& own, Joint& all, Space& space) {
+        for (int64_t n = many - left; n < many; ++n)
+            if (firsts[n + 1] - firsts[n] == 1)
+                divided(p, q, keys, values, out, firsts[n], own, all, space);
+            else
+                attended(n, own.first(p.heads), own.last(p.heads), space);
+    };
+    static thread_local Space mine;
+    if (!team.starts()) {
+        for (int64_t n = team.first(many - left); n < team.last(many - left); ++n)
+            attended(n, 0, p.heads, mine);
+        if (left) together(team, *joint, mine);
+        return;
+    }
+    Joint own;
+#pragma omp parallel num_threads(team.count)
     {
         static thread_local Space space;
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t task = begin; task < end; ++task) {
-            const int64_t first = firsts[task / each], count = firsts[task / each + 1] - first;
-            const int64_t head = p.heads * (task % each) / each, last = p.heads * (task % each + 1) / each;
-            if (count == 1)
-                single(p, q, keys, values, out, first, head, last - head, space);
-            else
-                for (int64_t h = head; h < last; ++h)
-                    span(p, q, keys, values, out, first, count, h, 1, space);
-        }
+        for (int64_t n = 0; n < many - left; ++n) attended(n, 0, p.heads, space);
+        const Team here(omp_get_num_threads(), omp_get_thread_num());
+#pragma omp single
+        own.meeting.of(here.count);
+        together(here, own, space);
     }
 }
 
 template <class T, class Held>
 void attend(const Pages& p, const T* q, const Held& keys, const Held& values, T* out,
-            int64_t tokens, Team team) {
-    if (p.heads == p.groups) return attend_plain(p, q, keys, values, out, tokens, team);
+            int64_t tokens, Team team, Joint* joint) {
+    if (p.heads == p.groups) return attend_plain(p, q, keys, values, out, tokens, team, joint);
     const std::vector<int64_t> firsts = spans(p, tokens);
     const int64_t repeat = p.heads / p.groups, parts = (repeat + HEADS - 1) / HEADS;
     const int64_t each = p.groups * parts, tasks = (int64_t(firsts.size()) - 1) * each;
@@ -461,18 +612,18 @@ void put(int form, const T* x, void* data, void* scales, const int64_t* where, i
 
 template <class T>
 void attend(int form, const Pages& p, const void* queries, const Lying& k, const Lying& v, void* to,
-            int64_t tokens, Team threads) {
+            int64_t tokens, Team threads, Joint* joint) {
     const T* q = static_cast<const T*>(queries);
     T* out = static_cast<T*>(to);
     switch (form) {
         case AS_STORED:
-            return attend(p, q, k.stored<T>(), v.stored<T>(), out, tokens, threads);
+            return attend(p, q, k.stored<T>(), v.stored<T>(), out, tokens, threads, joint);
         case NARROW:
-            return attend(p, q, k.stored<bfloat16>(), v.stored<bfloat16>(), out, tokens, threads);
+            return attend(p, q, k.stored<bfloat16>(), v.stored<bfloat16>(), out, tokens, threads, joint);
         case INT8:
-            return attend(p, q, k.coded<8>(), v.coded<8>(), out, tokens, threads);
+            return attend(p, q, k.coded<8>(), v.coded<8>(), out, tokens, threads, joint);
         default:
-            return attend(p, q, k.coded<4>(), v.coded<4>(), out, tokens, threads);
+            return attend(p, q, k.coded<4>(), v.coded<4>(), out, tokens, threads, joint);
     }
 }
 
@@ -490,21 +641,20 @@ void outsize_pages_put(int dtype, int form, const void* x, void* data, void* sca
 }
 
 // form: of keys and values; scales: of codes, or null. sizes: tokens of a page, heads, groups, key
-// and value sizes, window, numbers of a head where its values lie. softcap 0: none. index: the share of one of `threads`, or -1.
+// and value sizes, window, numbers of a head where its values lie. softcap 0: none. index: the share of one
+// of `threads`, which share `joint`, or -1.
 void outsize_pages_attend(int dtype, int form, const void* q, const void* keys,
                           const void* key_scales, const void* values, const void* value_scales,
                           void* out, const int64_t* tables, const int64_t* begins, const int64_t* positions,
                           const int64_t* sizes, int64_t tokens, float scale, float softcap,
-                          int threads, int index) {
+                          int threads, int index, void* joint) {
     const Pages p{tables,   begins,   positions, sizes[0], sizes[1],    sizes[2],
                   sizes[3], sizes[4], sizes[5],  scale,    Cap(softcap)};
     const Lying k{keys, key_scales, p.groups, p.key, p.key};
     const Lying v{values, value_scales, p.groups, p.value, sizes[6]};
     const Team team(threads, index);
-    if (dtype == 0)
-        attend<float>(form, p, q, k, v, out, tokens, team);
-    else
-        attend<bfloat16>(form, p, q, k, v, out, tokens, team);
+    auto* call = dtype == 0 ? attend<float> : attend<bfloat16>;
+    call(form, p, q, k, v, out, tokens, team, static_cast<Joint*>(joint));
 }
 
 }  // extern "C"

@@ -189,7 +189,7 @@ def attend(
         *(native.CODES[q_THK.dtype], keys.form.number, q_THK.data_ptr()),
         *(None if x is None else x.data_ptr() for x in held),
         *(o_THW.data_ptr(), *map(_address, (seen.tables, seen.begins, seen.positions))),
-        *(sizes, tokens, scale, softcap or 0.0, native.threads(), -1),
+        *(sizes, tokens, scale, softcap or 0.0, native.threads(), -1, None),
     )
     return o_THW
 

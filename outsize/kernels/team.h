@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <thread>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -50,6 +51,12 @@ class Meeting {
     static constexpr int SPINS = 4000;  // some tens of microseconds
     int count_ = 1;
     std::atomic<int> came_{0}, turn_{0};
+};
+
+// What a team has where it makes one thing together.
+struct Joint {
+    Meeting meeting;
+    std::vector<float> room;
 };
 
 }  // namespace outsize

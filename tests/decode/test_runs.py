@@ -75,7 +75,7 @@ def test_a_run_is_its_modules_bit_for_bit(name: str, dtype: torch.dtype, form: s
 LONG = (
     [7, 2, 11, 0, 9, 1, 14, 3, 21, 20, 23, 22, 19], [5], [4, 13, 6, 15, 8, 12, 10, 16, 17, 18],
 )  # fmt: skip
-SLICES = ((70, 2, 64), (1, 1, 65), (135, 0, 1), (1, 1, 20))
+SLICES = ((70, 2, 64), (1, 1, 65), (135, 0, 1), (1, 1, 20), (1, 0, 0))
 
 
 @pytest.mark.parametrize(

@@ -71,24 +71,30 @@ def test_attention_over_pages(name: str, sort: str, form: str) -> None:
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("size", [32, 40])
 def test_heads_with_keys_of_their_own(size: int, window: int | None) -> None:
-    """Single tokens, whose heads are shared among threads where tokens do not come out even: beside
-    softmax, and bit for bit the same for any number of threads."""
-    page, heads, places, threads = 16, 5, (130, 3, 64), torch.get_num_threads()
+    """Single tokens, whose tiles or heads are shared among threads where tokens do not come out
+    even: beside softmax, and bit for bit the same for any number of threads."""
+    page, heads, places, threads = 16, 5, (3, 64, 201), torch.get_num_threads()
     keys, values = pools = [
         filled("as-stored", _random(208, heads, size, seed=n), page) for n in (1, 2)
     ]
     k_LHK, v_LHW = (pool.get(torch.arange(13)).flatten(0, 1).double() for pool in pools)
     q_THK = _random(3, heads, size, seed=3)
-    seen = pages.Seen(*map(pages.numbers, (range(13), [1, 0, 4], places)))
+    seen = pages.Seen(*map(pages.numbers, (range(13), [1, 4, 0], places)))
+    last = pages.Seen(*map(pages.numbers, (range(13), [0], places[2:])))
     found = []
     try:
-        for count in (1, 2, 4):
+        for count in (1, 2, 3, 4):
             torch.set_num_threads(count)
-            found.append(pages.attend(q_THK, keys, values, seen, 0.3, window, None))
+            own = (
+                pages.attend(q_THK[n:], keys, values, x, 0.3, window, None)
+                for n, x in ((0, seen), (2, last))
+            )
+            found.append(torch.cat(list(own)))
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-    for t, (first, place) in enumerate(zip((16, 0, 64), places, strict=True)):
+    assert all(torch.equal(found[0], one) for one in found[1:])
+    assert torch.equal(found[0][2], found[0][3]), "in any company"
+    for t, (first, place) in enumerate(zip((16, 64, 0), places, strict=True)):
         low = 0 if window is None else max(0, place - window + 1)
         k, v = (x[first + low : first + place + 1] for x in (k_LHK, v_LHW))
         scores_HL = torch.einsum("hk,lhk->hl", q_THK[t].double(), k) * 0.3
