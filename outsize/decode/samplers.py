@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outsize.errors import OutsizeError
-from outsize.kernels.entropy import logprobs
+from outsize.kernels.entropy import greatest, logprobs
 from outsize.models.random import uniform
 
 _STREAM = "sample"  # the name of the random stream that tokens are drawn with
@@ -65,7 +65,7 @@ class Sampling:
         _expect(0 < self.top_p <= 1, f"top_p is {self.top_p}; expected more than 0 and at most 1")
 
     def __call__(self, logits_V: Tensor, index: int) -> int:
-        likeliest = int(logits_V.argmax())  # what is no number counts as the largest
+        likeliest = greatest(logits_V)  # what is no number counts as the largest
         _expect(
             float(logits_V[likeliest]) < math.inf,
             f"the model gave logits for new token {index} that are not finite; expected numbers: "

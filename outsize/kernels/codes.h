@@ -11,6 +11,7 @@
 #endif
 
 #include "storage.h"
+#include "tiles.h"
 
 namespace outsize {
 
@@ -135,6 +136,63 @@ struct Layout {
         return scales == BFLOAT16 ? wide(bfloat16{bits}) : half(bits);
     }
 };
+
+// A vector of codes: signed bytes, bytes, or halves of bytes, the first one low; and the scale of a block.
+#if defined(__AVX512F__)
+// GCC 12 makes 16 bytes wide by shuffles of halves where it is not told which instruction does it.
+inline __m128i some_bytes(const uint8_t* codes) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+}
+inline ints signed_of(const uint8_t* codes) { return ints(_mm512_cvtepi8_epi32(some_bytes(codes))); }
+inline ints bits_of(const uint8_t* codes) { return ints(_mm512_cvtepu8_epi32(some_bytes(codes))); }
+inline ints pairs_of(const uint8_t* codes) {
+    const __m128i raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)), low = _mm_set1_epi8(15);
+    const __m128i upper = _mm_and_si128(_mm_srli_epi16(raw, 4), low);
+    return ints(_mm512_cvtepu8_epi32(_mm_unpacklo_epi8(_mm_and_si128(raw, low), upper)));
+}
+inline vec scale_of(const Layout& layout, const uint8_t* block) {
+    uint16_t bits;
+    std::memcpy(&bits, block, sizeof bits);
+    if (layout.scales == FLOAT16) return vec(_mm512_cvtph_ps(_mm256_set1_epi16(short(bits))));
+    return vec(_mm512_slli_epi32(_mm512_set1_epi16(short(bits)), 16));
+}
+#elif defined(__AVX2__) && defined(__F16C__)
+inline __m128i some_bytes(const uint8_t* codes) {
+    return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
+}
+inline ints signed_of(const uint8_t* codes) { return ints(_mm256_cvtepi8_epi32(some_bytes(codes))); }
+inline ints bits_of(const uint8_t* codes) { return ints(_mm256_cvtepu8_epi32(some_bytes(codes))); }
+inline ints pairs_of(const uint8_t* codes) {
+    int32_t bits;
+    std::memcpy(&bits, codes, sizeof bits);
+    const __m128i raw = _mm_cvtsi32_si128(bits), low = _mm_set1_epi8(15);
+    const __m128i upper = _mm_and_si128(_mm_srli_epi16(raw, 4), low);
+    return ints(_mm256_cvtepu8_epi32(_mm_unpacklo_epi8(_mm_and_si128(raw, low), upper)));
+}
+inline vec scale_of(const Layout& layout, const uint8_t* block) {
+    uint16_t bits;
+    std::memcpy(&bits, block, sizeof bits);
+    if (layout.scales == FLOAT16) return vec(_mm256_cvtph_ps(_mm_set1_epi16(short(bits))));
+    return vec(_mm256_slli_epi32(_mm256_set1_epi16(short(bits)), 16));
+}
+#else
+template <class V>
+inline ints lanes(const uint8_t* codes) {
+    V found;
+    std::memcpy(&found, codes, sizeof found);
+    return __builtin_convertvector(found, ints);
+}
+typedef int8_t signed_codes __attribute__((vector_size(LANES)));
+typedef uint8_t bits_of_codes __attribute__((vector_size(LANES)));
+inline ints signed_of(const uint8_t* codes) { return lanes<signed_codes>(codes); }
+inline ints bits_of(const uint8_t* codes) { return lanes<bits_of_codes>(codes); }
+inline ints pairs_of(const uint8_t* codes) {
+    ints found;
+    for (int i = 0; i < LANES; ++i) found[i] = codes[i / 2] >> i % 2 * 4 & 15;
+    return found;
+}
+inline vec scale_of(const Layout& layout, const uint8_t* block) { return all(layout.scale(block, 0)); }
+#endif
 
 // Block `index` of some that lie one behind another.
 inline void one(const uint8_t* blocks, const Layout& layout, int64_t index, float* out) {

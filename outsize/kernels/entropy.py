@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from outsize.errors import OutsizeError
-from outsize.kernels import rows
+from outsize.kernels import native, rows
 from outsize.torch_private import FakeTensor
 
 IGNORE = -100  # target of a token that has none
@@ -120,6 +120,17 @@ class Seen:
     picked_C: Tensor
     mean_C: Tensor | None = None
     grown_C: Tensor | None = None
+
+
+def greatest(x_V: Tensor) -> int:
+    """The place of the largest of some numbers, the first of several that are equal; what is no
+    number counts as larger than any."""
+    if len(x_V) and native.fits(x_V):
+        found: int = native.loaded().outsize_greatest(
+            native.CODES[x_V.dtype], x_V.data_ptr(), len(x_V)
+        )
+        return found
+    return int(x_V.argmax())
 
 
 def logprobs(logits: Tensor) -> Tensor:

@@ -287,6 +287,28 @@ uint64_t checksum(const uint64_t* words, int64_t count) {
     return result;
 }
 
+// A number's rank among all, as whole numbers: zeros are one, and what is no number is above all.
+inline int32_t rank_of(float x) {
+    const int32_t bits = __builtin_bit_cast(int32_t, x + 0.0f);
+    return x == x ? bits ^ (bits >> 31 & 0x7fffffff) : INT32_MAX;
+}
+
+// The first of the largest.
+template <class T>
+int64_t greatest(const T* x, int64_t count) {
+    constexpr int64_t SOME = 1024;
+    int32_t most = INT32_MIN;
+    int64_t where = 0;
+    for (int64_t first = 0; first < count; first += SOME) {
+        const int64_t last = std::min(count, first + SOME);
+        int32_t here = INT32_MIN;
+        for (int64_t i = first; i < last; ++i) here = std::max(here, rank_of(wide(x[i])));
+        if (here > most) most = here, where = first;
+    }
+    while (rank_of(wide(x[where])) != most) ++where;
+    return where;
+}
+
 template <class T>
 T* at(void* x) { return static_cast<T*>(x); }
 template <class T>
@@ -360,6 +382,10 @@ double outsize_cross_entropy(int dtype, void* logits, const int64_t* targets, in
 
 void outsize_add(int dtype, float* to, const void* from, int64_t count, int threads) {
     BOTH(dtype, add(to, at<T>(from), count, threads))
+}
+
+int64_t outsize_greatest(int dtype, const void* x, int64_t count) {
+    BOTH(dtype, return greatest(at<T>(x), count))
 }
 
 void outsize_exponential(const float* x, float* y, int64_t count) {

@@ -76,6 +76,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "gate_backward": (None, (_I, _P, _P, _P, _P, _P, _N, _I)),
     "cross_entropy": (c_double, (_I, _P, _P, _N, _F, _I, _N, _N, _I, _P)),
     "add": (None, (_I, _P, _P, _N, _I)),
+    "greatest": (_N, (_I, _P, _N)),
     "exponential": (None, (_P, _P, _N)),
     "checksum": (c_uint64, (_P, _N)),
     "attention": (None, (_I, *[_P] * 8, _N, _F, _F, _I)),

@@ -18,12 +18,19 @@
 
 #include <omp.h>
 
+#include "codes.h"
 #include "team.h"
 #include "tiles.h"
 
 namespace {
 
 using namespace outsize;
+
+// Codes of whole numbers, a vector of them: bytes, or from -8 on pairs in a byte, the first one low.
+template <int BITS>
+inline vec numbers_of(const uint8_t* codes) {
+    return __builtin_convertvector(BITS == 8 ? signed_of(codes) : pairs_of(codes) - 8, vec);
+}
 
 constexpr int TERMS = 128;  // of a head's numbers in one sum, as in attention.cpp
 constexpr int SPAN = 16;    // tokens that share what is read
@@ -59,6 +66,9 @@ struct Stored {
         return nullptr;
     }
 
+    const void* at(int64_t room, int64_t group) const { return data + (room * groups + group) * row; }
+    int64_t bytes() const { return row * int64_t(sizeof(S)); }
+
     void read(int64_t room, int64_t group, float* __restrict__ to) const {
         const S* __restrict__ from = data + (room * groups + group) * row;
         for (int64_t d = 0; d < size; ++d) to[d] = wide(from[d]);
@@ -75,20 +85,26 @@ struct Coded {
     int64_t groups, size, row;
 
     const float* lying(int64_t, int64_t) const { return nullptr; }
+    const void* at(int64_t room, int64_t group) const { return codes + (room * groups + group) * bytes(); }
+    int64_t bytes() const { return (row * BITS + 7) / 8; }
+
+    static float one(const uint8_t* from, int64_t d) {
+        return BITS == 8 ? float(int8_t(from[d])) : float((from[d / 2] >> (d % 2 * 4) & 15) - 8);
+    }
 
     void read(int64_t room, int64_t group, float* __restrict__ to) const {
-        const int64_t at = room * groups + group;
-        const uint8_t* __restrict__ from = codes + at * ((row * BITS + 7) / 8);
-        const bfloat16* own = scales + at * ((row + GROUP - 1) / GROUP);
-        for (int64_t first = 0; first < size; first += GROUP, ++own) {
+        const int64_t first = room * groups + group;
+        const uint8_t* __restrict__ from = codes + first * bytes();
+        const bfloat16* own = scales + first * ((row + GROUP - 1) / GROUP);
+        int64_t d = 0;
+        for (; d + GROUP <= size; d += GROUP, ++own) {
             const float scale = wide(*own);
-            const int64_t last = std::min(first + GROUP, size);
-            for (int64_t d = first; d < last; ++d)
-                if constexpr (BITS == 8)
-                    to[d] = float(int8_t(from[d])) * scale;
-                else
-                    to[d] = float((from[d / 2] >> (d % 2 * 4) & 15) - 8) * scale;
+            for (int64_t i = d; i < d + GROUP; i += LANES) {
+                const uint8_t* some = from + i * BITS / 8;
+                store(to + i, numbers_of<BITS>(some) * all(scale));
+            }
         }
+        for (; d < size; ++d) to[d] = one(from, d) * wide(*own);
     }
 };
 
@@ -138,7 +154,7 @@ inline void score(const float* query, const float* turned, int size, int first, 
 
 // The same of one query against keys that lie anywhere, turned in registers: STRIPS of them side by
 // side, so that sums need not wait for one another.
-constexpr int STRIPS = 4, LINE = 16;  // LINE: float32 numbers of a line of a cache
+constexpr int STRIPS = 4, LINE = 64;  // LINE: bytes of a line of a cache
 
 inline void score_rows(const float* query, const float* const* keys, int size, int first, int last,
                        const Cap& cap, float* to) {
@@ -320,9 +336,10 @@ struct Tile {
     // by itself, which it does neither for what is asked for nor from one room to the next of one head.
     template <class Held>
     void come(const Held& held, int64_t head, int64_t heads) const {
-        for (int i = from; i < to; ++i)
-            if (const volatile float* row = held.lying(rooms[i], head))
-                for (int64_t d = 0; d < heads * held.row; d += LINE) static_cast<void>(row[d]);
+        for (int i = from; i < to; ++i) {
+            const volatile char* row = static_cast<const char*>(held.at(rooms[i], head));
+            for (int64_t d = 0; d < heads * held.bytes(); d += LINE) static_cast<void>(row[d]);
+        }
     }
 
     // Rows of a head; in the place of those that are not seen and of a vector that is, the first of them.
@@ -334,6 +351,26 @@ struct Tile {
     }
 };
 
+// Scores of one query or more against keys of a tile, base 2: these are turned in registers for each, or
+// once for several. to: by query, `step` from one to the next.
+inline void score_all(const Pages& p, const float* queries, const Tile& tile, const float* const* keys,
+                      float* to, int64_t step, float* turned) {
+    const int size = int(p.key);
+    const int64_t repeat = p.heads / p.groups;
+    if (repeat == 1) return score_rows(queries, keys, size, tile.from, tile.to, p.cap, to);
+    for (int i = tile.from / LANES * LANES; i < tile.to; i += LANES)
+        for (int d = 0; d < size; d += LANES) {
+            vec x[LANES];
+#pragma GCC unroll 16
+            for (int l = 0; l < LANES; ++l) x[l] = load(keys[i + l] + d);
+            exchange<1>(x);
+#pragma GCC unroll 16
+            for (int l = 0; l < LANES; ++l) store(turned + (d + l) * BLOCK + i, x[l]);
+        }
+    for (int64_t r = 0; r < repeat; ++r)
+        score(queries + r * size, turned, size, tile.from, tile.to, p.cap, to + r * step);
+}
+
 // Queries of some heads of a token, times what scores are multiplied by.
 template <class T>
 void ask(const Pages& p, const T* q, int64_t token, int64_t head, int64_t heads, Space& space) {
@@ -343,24 +380,28 @@ void ask(const Pages& p, const T* q, int64_t token, int64_t head, int64_t heads,
         space.queries[d] = wide(q[(token * p.heads + head) * p.key + d]) * factor;
 }
 
-// One token and some of its heads, where a group has one query: keys and values are read where they lie.
+// One token and groups [group, last) of its heads.
 template <class T, class Held>
 void single(const Pages& p, const T* q, const Held& keys, const Held& values, T* out, int64_t token,
-            int64_t head, int64_t heads, Space& space) {
+            int64_t group, int64_t last, Space& space) {
     const int wide_value = rounded(int(p.value), LANES);
+    const int64_t repeat = p.heads / p.groups, head = group * repeat, heads = (last - group) * repeat;
     ask(p, q, token, head, heads, space);
-    alignas(64) float scores[BLOCK];
+    alignas(64) float scores[HEADS * BLOCK];
     const float *k[BLOCK], *v[BLOCK];
     for (int64_t at = Tile::first(p, token); at < Tile::last(p, token); ++at) {
         const Tile tile(p, token, at);
-        tile.come(keys, head, heads);
-        tile.come(values, head, heads);
-        for (int64_t h = 0; h < heads; ++h) {
-            tile.rows(keys, head + h, space.tile.get(), space.row, k);
-            tile.rows(values, head + h, space.values.get(), space.row, v);
-            score_rows(space.queries.data() + h * p.key, k, int(p.key), tile.from, tile.to, p.cap, scores);
-            const float fade = soften(scores, tile.from, tile.to, space.top[h], space.total[h]);
-            add(space.sums.data() + h * wide_value, fade, scores, v, tile.from, tile.to, wide_value);
+        tile.come(keys, group, last - group);
+        tile.come(values, group, last - group);
+        for (int64_t h = 0; h < heads; h += repeat) {
+            tile.rows(keys, group + h / repeat, space.tile.get(), space.row, k);
+            tile.rows(values, group + h / repeat, space.values.get(), space.row, v);
+            score_all(p, &space.queries[h * p.key], tile, k, scores, BLOCK, space.turned.get());
+            for (int64_t r = 0; r < repeat; ++r) {
+                float* own = scores + r * BLOCK;
+                const float fade = soften(own, tile.from, tile.to, space.top[h + r], space.total[h + r]);
+                add(&space.sums[(h + r) * wide_value], fade, own, v, tile.from, tile.to, wide_value);
+            }
         }
     }
     for (int64_t h = 0; h < heads; ++h) give(p, space, h, out, token * p.heads + head + h);
@@ -368,7 +409,7 @@ void single(const Pages& p, const T* q, const Held& keys, const Held& values, T*
 
 // One token by a team, each of whom has tiles of its sequence, all heads of them: of half the heads
 // two threads would each have the other's numbers come, as a processor reads on. What is left over of
-// tiles they share by heads. Scores come first, then weights, which need the largest score of all tiles
+// tiles they share by groups of heads. Scores come first, then weights, which need the largest score of all tiles
 // before, then sums, in the order in which `single` has them.
 template <class T, class Held>
 struct Divided {
@@ -382,29 +423,31 @@ struct Divided {
     // Of a tile's head: weights, their sums by value, then these.
     enum { MOST, TOTAL, FADE, FACTS };
     int64_t wide_value() const { return rounded(int(p.value), LANES); }
+    int64_t repeat() const { return p.heads / p.groups; }
     int64_t size() const { return BLOCK + wide_value() + FACTS; }
     float* of(int64_t tile, int64_t head) const { return room + (tile * p.heads + head) * size(); }
     float* facts(int64_t tile, int64_t head) const { return of(tile, head) + BLOCK + wide_value(); }
 
-    // The tiles of a thread, and of those that are left over its heads.
+    // The tiles of a thread, and of those that are left over its groups.
     template <class F>
     void own(F with) const {
         const int64_t from = team.index * each, left = team.count * each;
-        for (int64_t t = from; t < from + each; ++t) with(t, int64_t(0), p.heads);
-        for (int64_t t = left; t < tiles; ++t) with(t, team.first(p.heads), team.last(p.heads));
+        for (int64_t t = from; t < from + each; ++t) with(t, int64_t(0), p.groups);
+        for (int64_t t = left; t < tiles; ++t) with(t, team.first(p.groups), team.last(p.groups));
     }
 
     void score() const {
         const float* k[BLOCK];
-        own([&](int64_t t, int64_t head, int64_t last) {
+        own([&](int64_t t, int64_t group, int64_t last) {
             const Tile tile(p, token, first + t);
-            tile.come(keys, head, last - head);
-            for (int64_t h = head; h < last; ++h) {
-                float* scores = of(t, h);
-                tile.rows(keys, h, space.tile.get(), space.row, k);
-                score_rows(space.queries.data() + h * p.key, k, int(p.key), tile.from, tile.to, p.cap,
-                           scores);
-                facts(t, h)[MOST] = largest(scores, tile.from, tile.to, NEVER);
+            tile.come(keys, group, last - group);
+            for (int64_t g = group; g < last; ++g) {
+                const int64_t head = g * repeat();
+                tile.rows(keys, g, space.tile.get(), space.row, k);
+                score_all(p, &space.queries[head * p.key], tile, k, of(t, head), size(),
+                          space.turned.get());
+                for (int64_t h = head; h < head + repeat(); ++h)
+                    facts(t, h)[MOST] = largest(of(t, h), tile.from, tile.to, NEVER);
             }
         });
     }
@@ -412,18 +455,20 @@ struct Divided {
     void weigh() const {
         const float* v[BLOCK];
         int64_t before = 0;  // tiles that `top` is of
-        own([&](int64_t t, int64_t head, int64_t last) {
+        own([&](int64_t t, int64_t group, int64_t last) {
             for (; before < t; ++before)
                 for (int64_t h = 0; h < p.heads; ++h)
                     space.top[h] = std::max(space.top[h], facts(before, h)[MOST]);
             const Tile tile(p, token, first + t);
-            tile.come(values, head, last - head);
-            for (int64_t h = head; h < last; ++h) {
-                float *weights = of(t, h), *found = facts(t, h), top = space.top[h];
-                tile.rows(values, h, space.values.get(), space.row, v);
-                found[TOTAL] = 0;
-                found[FADE] = soften(weights, tile.from, tile.to, top, found[TOTAL]);
-                add<false>(weights + BLOCK, 0, weights, v, tile.from, tile.to, int(wide_value()));
+            tile.come(values, group, last - group);
+            for (int64_t g = group; g < last; ++g) {
+                tile.rows(values, g, space.values.get(), space.row, v);
+                for (int64_t h = g * repeat(); h < (g + 1) * repeat(); ++h) {
+                    float *weights = of(t, h), *found = facts(t, h), top = space.top[h];
+                    found[TOTAL] = 0;
+                    found[FADE] = soften(weights, tile.from, tile.to, top, found[TOTAL]);
+                    add<false>(weights + BLOCK, 0, weights, v, tile.from, tile.to, int(wide_value()));
+                }
             }
         });
     }
@@ -449,8 +494,8 @@ void divided(const Pages& p, const T* q, const Held& keys, const Held& values, T
              const Team& team, Joint& joint, Space& space) {
     const int64_t first = Tile::first(p, token), tiles = Tile::last(p, token) - first;
     if (tiles < team.count) {
-        const int64_t head = team.first(p.heads), heads = team.last(p.heads) - head;
-        if (heads) single(p, q, keys, values, out, token, head, heads, space);
+        const int64_t group = team.first(p.groups), last_group = team.last(p.groups);
+        if (group < last_group) single(p, q, keys, values, out, token, group, last_group, space);
         return;
     }
     Divided<T, Held> own{p, keys, values, token, first, tiles, tiles / team.count, team, nullptr, space};
@@ -477,29 +522,30 @@ std::vector<int64_t> spans(const Pages& p, int64_t tokens) {
     return found;
 }
 
-// Where groups have one query each. Tokens that a team cannot deal out evenly it attends together.
+// Where groups have few queries. Tokens that a team cannot deal out evenly it attends together.
 template <class T, class Held>
-void attend_plain(const Pages& p, const T* q, const Held& keys, const Held& values, T* out,
+void attend_whole(const Pages& p, const T* q, const Held& keys, const Held& values, T* out,
                   int64_t tokens, Team team, Joint* joint) {
     const std::vector<int64_t> firsts = spans(p, tokens);
     const int64_t many = int64_t(firsts.size()) - 1, left = many % team.count;
-    const auto attended = [&](int64_t n, int64_t head, int64_t last, Space& space) {
+    const int64_t repeat = p.heads / p.groups;
+    const auto attended = [&](int64_t n, int64_t group, int64_t last, Space& space) {
         const int64_t first = firsts[n], count = firsts[n + 1] - first;
-        if (count == 1) return single(p, q, keys, values, out, first, head, last - head, space);
-        for (int64_t h = head; h < last; ++h)
-            span(p, q, keys, values, out, first, count, h, 1, space);
+        if (count == 1) return single(p, q, keys, values, out, first, group, last, space);
+        for (int64_t g = group; g < last; ++g)
+            span(p, q, keys, values, out, first, count, g * repeat, repeat, space);
     };
     const auto together = [&](const Team& own, Joint& all, Space& space) {
         for (int64_t n = many - left; n < many; ++n)
             if (firsts[n + 1] - firsts[n] == 1)
                 divided(p, q, keys, values, out, firsts[n], own, all, space);
             else
-                attended(n, own.first(p.heads), own.last(p.heads), space);
+                attended(n, own.first(p.groups), own.last(p.groups), space);
     };
     static thread_local Space mine;
     if (!team.starts()) {
         for (int64_t n = team.first(many - left); n < team.last(many - left); ++n)
-            attended(n, 0, p.heads, mine);
+            attended(n, 0, p.groups, mine);
         if (left) together(team, *joint, mine);
         return;
     }
@@ -508,7 +554,7 @@ void attend_plain(const Pages& p, const T* q, const Held& keys, const Held& valu
     {
         static thread_local Space space;
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t n = 0; n < many - left; ++n) attended(n, 0, p.heads, space);
+        for (int64_t n = 0; n < many - left; ++n) attended(n, 0, p.groups, space);
         const Team here(omp_get_num_threads(), omp_get_thread_num());
 #pragma omp single
         own.meeting.of(here.count);
@@ -519,7 +565,7 @@ void attend_plain(const Pages& p, const T* q, const Held& keys, const Held& valu
 template <class T, class Held>
 void attend(const Pages& p, const T* q, const Held& keys, const Held& values, T* out,
             int64_t tokens, Team team, Joint* joint) {
-    if (p.heads == p.groups) return attend_plain(p, q, keys, values, out, tokens, team, joint);
+    if (p.heads / p.groups <= HEADS) return attend_whole(p, q, keys, values, out, tokens, team, joint);
     const std::vector<int64_t> firsts = spans(p, tokens);
     const int64_t repeat = p.heads / p.groups, parts = (repeat + HEADS - 1) / HEADS;
     const int64_t each = p.groups * parts, tasks = (int64_t(firsts.size()) - 1) * each;

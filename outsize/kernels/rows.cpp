@@ -212,44 +212,6 @@ void stored(const T* x, const T* w, const T* bias, T* y, int64_t tokens, int64_t
 
 // By codes that are decoded in registers: signed bytes, or halves that count from -8. What a code
 // stands for is exact: its bits and those of a scale of 16 bits are few enough.
-#if defined(__AVX512F__)
-// GCC 12 makes 16 bytes wide by shuffles of halves where it is not told which instruction does it.
-inline __m128i some_bytes(const uint8_t* codes) {
-    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
-}
-inline ints signed_of(const uint8_t* codes) { return ints(_mm512_cvtepi8_epi32(some_bytes(codes))); }
-inline ints bits_of(const uint8_t* codes) { return ints(_mm512_cvtepu8_epi32(some_bytes(codes))); }
-inline vec scale_of(const Layout& layout, const uint8_t* block) {
-    uint16_t bits;
-    std::memcpy(&bits, block, sizeof bits);
-    if (layout.scales == FLOAT16) return vec(_mm512_cvtph_ps(_mm256_set1_epi16(short(bits))));
-    return vec(_mm512_slli_epi32(_mm512_set1_epi16(short(bits)), 16));
-}
-#elif defined(__AVX2__) && defined(__F16C__)
-inline __m128i some_bytes(const uint8_t* codes) {
-    return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
-}
-inline ints signed_of(const uint8_t* codes) { return ints(_mm256_cvtepi8_epi32(some_bytes(codes))); }
-inline ints bits_of(const uint8_t* codes) { return ints(_mm256_cvtepu8_epi32(some_bytes(codes))); }
-inline vec scale_of(const Layout& layout, const uint8_t* block) {
-    uint16_t bits;
-    std::memcpy(&bits, block, sizeof bits);
-    if (layout.scales == FLOAT16) return vec(_mm256_cvtph_ps(_mm_set1_epi16(short(bits))));
-    return vec(_mm256_slli_epi32(_mm256_set1_epi16(short(bits)), 16));
-}
-#else
-template <class V>
-inline ints lanes(const uint8_t* codes) {
-    V found;
-    std::memcpy(&found, codes, sizeof found);
-    return __builtin_convertvector(found, ints);
-}
-typedef int8_t signed_codes __attribute__((vector_size(LANES)));
-typedef uint8_t bits_of_codes __attribute__((vector_size(LANES)));
-inline ints signed_of(const uint8_t* codes) { return lanes<signed_codes>(codes); }
-inline ints bits_of(const uint8_t* codes) { return lanes<bits_of_codes>(codes); }
-inline vec scale_of(const Layout& layout, const uint8_t* block) { return all(layout.scale(block, 0)); }
-#endif
 inline ints half_of(ints bytes, int part) {
     return part ? bytes >> 4 : bytes & 15;
 }

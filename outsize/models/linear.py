@@ -164,7 +164,9 @@ class Linear(nn.Module):
     def laid(self) -> Laid | None:
         """What codes stand for, as blocks; None where they are no values times scales."""
         assert self.coded is not None, "asked of one that is"
-        shared, codes = self._parameters.get(SCALES), self.get_parameter(CODES).detach()
+        shared, own = self._parameters.get(SCALES), self._parameters[CODES]
+        assert own is not None, "it has codes"
+        codes = own.detach()
         laid = self.coded.format.laid(codes, shared, self.coded.grid)
         if laid is None or not self.coded.packed:
             return laid

@@ -321,6 +321,6 @@ def _end(model: Decoder, rows: Rows | None, context: Context, last: Last, x_TD: 
     h_TD: Tensor = model.epilogue(x_TD, context)
     if last is Last.HIDDEN:
         return h_TD
-    if last is Last.DRAWN:  # behind the norm: x may be cut by tokens
+    if last is Last.DRAWN and len(context.bounds) - 1 < len(h_TD):  # behind the norm: x may be cut
         h_TD = h_TD[accelerator.sent(torch.tensor(context.bounds[1:]) - 1, h_TD.device)]
     return h_TD if rows is not None else model.epilogue.logits(h_TD)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from queue import SimpleQueue
 
 from outsize.data.tokenizer import Tokenizer
@@ -82,25 +83,27 @@ class TextEngine:
         asks = [self._ask(p, max_tokens, one) for p, one in zip(prompts, own, strict=True)]
         for ask in asks:
             self.engine.check(ask.ids, ask.max_new_tokens)
-        came = SimpleQueue[tuple[int, Token | End]]()
+        ended = SimpleQueue[End]()
         keys, left = list[int](), list(range(len(asks)))[::-1]
         found = [list[int]() for _ in asks]
         over = 0
 
+        # Tokens are put down on the engine's thread: this one is woken by what it has to do alone.
+        def take(number: int, one: Token | End) -> None:
+            if isinstance(one, Token):
+                found[number].append(one.id)
+            else:
+                ended.put(one)
+
         def submit() -> None:  # no more than may go at once, so that the queue is others' too
             number = left.pop()
-            keys.append(
-                self.engine.submit(asks[number], lambda one, n=number: came.put((n, one)))  # type: ignore[misc]
-            )
+            keys.append(self.engine.submit(asks[number], partial(take, number)))
 
         try:
             while left and len(keys) < self.engine.room.slots:
                 submit()
             while over < len(asks):
-                number, one = came.get()
-                if isinstance(one, Token):
-                    found[number].append(one.id)
-                    continue
+                one = ended.get()
                 if one.reason in ("error", "cancelled"):
                     raise OutsizeError(one.error or "the engine is closed; expected an open one")
                 over += 1

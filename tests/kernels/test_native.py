@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from outsize.errors import OutsizeError
 from outsize.kernels import accumulate, gate, loss, native, norm, rope
+from outsize.kernels.entropy import greatest
 from outsize.kernels.loss import Head, Targets, chunked_loss
 from outsize.memory import Ledger
 
@@ -321,3 +323,19 @@ def test_one_pool_of_threads():
     maps = Path("/proc/self/maps").read_text()
     runtimes = {line.split()[-1] for line in maps.splitlines() if "libgomp" in line}
     assert len(runtimes) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_first_of_the_largest_is_found_as_argmax_does(dtype: torch.dtype) -> None:
+    """Ties, zeros of either sign, infinities, and what is no number, of either sign too."""
+    draw = torch.Generator().manual_seed(0)
+    rows = [torch.randn(count, generator=draw).to(dtype) for count in (1, 7, 1024, 1025, 4099)]
+    rows += [torch.randint(-2, 3, (3000,), generator=draw).to(dtype) for _ in range(3)]
+    rows += [torch.tensor(some, dtype=dtype) for some in ((-0.0, 0.0), (-1.0, -0.0, 0.0, -0.0))]
+    for value in (math.inf, math.nan, -math.nan, -math.inf):
+        for places in ((1500,), (2000, 40), tuple(range(3000))):
+            rows.append(torch.randn(3000, generator=draw).to(dtype))
+            rows[-1][list(places)] = value
+    with torch.no_grad():
+        for row in rows:
+            assert greatest(row) == int(row.argmax())
