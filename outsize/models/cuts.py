@@ -48,7 +48,7 @@ class Cut:
     @property
     def levels(self) -> tuple[Cut, ...]:
         """The cuts along one axis each, that of the whole parameter first."""
-        return (*(() if self.outer is None else self.outer.levels), replace(self, outer=None))
+        return (self,) if self.outer is None else (*self.outer.levels, replace(self, outer=None))
 
     @property
     def whole(self) -> tuple[int, ...]:

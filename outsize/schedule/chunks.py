@@ -38,6 +38,10 @@ class Chunks:
     index: int = 0
     turn: int = 0
     lying: Mapping[str, torch.dtype] = field(default_factory=dict)
+    # What `extent` has found: every action of every list asks for it.
+    _extents: dict[tuple[int, int, int], tuple[int, int]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @cached_property
     def pipelining(self) -> Pipelining | None:
@@ -117,9 +121,12 @@ class Chunks:
     def extent(self, chunk: int, what: str, index: int | None = None) -> tuple[int, int]:
         """Elements [first, last) of a chunk of which this worker holds a state between uses. index:
         of another worker of the data axis."""
-        table = self.tables[chunk]
-        cut = even if table.grain == 1 else at_borders(table.marks, table.grain, table.open)
-        return self.shards.span(table.numel, _DEPTHS.get(what, 3), cut, index)
+        key = chunk, _DEPTHS.get(what, 3), self.index if index is None else index
+        if key not in self._extents:
+            table = self.tables[chunk]
+            cut = even if table.grain == 1 else at_borders(table.marks, table.grain, table.open)
+            self._extents[key] = self.shards.span(table.numel, key[1], cut, key[2])
+        return self._extents[key]
 
     def within(self, chunk: int, what: str, first: int, last: int) -> tuple[int, int]:
         """Of a state's own elements those that belong to the elements [first, last) of a chunk."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from outsize.data import Batch
 from outsize.errors import OutsizeError
 from outsize.kernels.entropy import PLAIN, LossOptions
 from outsize.models.adopt import find_blocks
-from outsize.models.build import rest, shells
+from outsize.models.build import build, rest, shells
 from outsize.models.config import DecoderConfig
 from outsize.models.declared import declared_rates
 from outsize.models.decoder import Decoder
@@ -51,15 +52,19 @@ class Case:
     factors: Mapping[str, float] = field(default_factory=dict)
 
     @property
+    def rates(self) -> tuple[float, ...]:
+        """The learning rate of each step."""
+        rate = self.optimizer.lr if self.rate is None else self.rate
+        return tuple(rate(i) if callable(rate) else rate for i in range(self.steps))
+
+    @cached_property
     def recipe(self) -> Recipe:
         """How both train."""
-        rate = self.optimizer.lr if self.rate is None else self.rate
-        rates = tuple(rate(i) if callable(rate) else rate for i in range(self.steps))
         matrices = frozenset[str]()
         if self.optimizer.rest is not None:
             matrices = self.subject.matrices()
         factors = self.subject.factors(self.factors)
-        return Recipe(self.optimizer, rates, self.clip, matrices, factors=factors)
+        return Recipe(self.optimizer, self.rates, self.clip, matrices, factors=factors)
 
     def plain(self, precision: Precision) -> Plain:
         """The plain model, its rows on the ways that the plan sends them."""
@@ -90,19 +95,27 @@ class Native:
     frozen: Callable[[str], bool] = lambda name: False
 
     def _shell(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
-        model = shells(self.config, dtype, device)
+        return self._frozen(shells(self.config, dtype, device))
+
+    def _frozen(self, model: Decoder) -> Decoder:
         for name, parameter in model.named_parameters():
             if self.frozen(name):
                 parameter.requires_grad_(False)
         return model
 
+    @cached_property
+    def _shapes(self) -> Decoder:
+        """The model without any memory: what its parameters are."""
+        return self._frozen(build(self.config))
+
     def plain(self, precision: Precision, walks: Sequence[Walk] = ()) -> Plain:
         """walks: the segments that rows go through, where some leave some out."""
         model, fill = simple(self._shell(getattr(torch, precision.compute))), self.values()
 
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+
         def value(name: str) -> Tensor:
-            shape = dict(model.named_parameters())[name].shape
-            out = torch.empty(shape, dtype=rest(name, _master(precision)))
+            out = torch.empty(shapes[name], dtype=rest(name, _master(precision)))
             fill(name, out)
             return out
 
@@ -118,12 +131,12 @@ class Native:
 
     def matrices(self) -> frozenset[str]:
         """Names of the parameters of blocks that are matrices, or stacks of matrices."""
-        named = self._shell(torch.float32).named_parameters()
+        named = self._shapes.named_parameters()
         return frozenset(n for n, p in named if n.startswith("blocks.") and _is_matrix(p))
 
     def factors(self, patterns: Mapping[str, float]) -> dict[str, float]:
         """By name, the factors on the learning rate that patterns and the modules say."""
-        return _factors(self._shell(torch.float32), patterns)
+        return _factors(self._shapes, patterns)
 
     def narrow(self, batch: Batch) -> tuple[str, ...]:
         """Modules that compute in fewer bits than float64, whatever they are given: none, since a

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -23,6 +23,8 @@ from outsize.kernels.entropy import LossOptions
 from outsize.models.build import build, coded_draw, initial_values
 from outsize.models.coding import weight_of
 from outsize.models.config import DecoderConfig
+from outsize.models.declared import Initial
+from outsize.models.decoder import Decoder
 from outsize.models.families import parse
 from outsize.models.random import fill_normal
 from outsize.optim import SGD, AdamW, Muon, Optimizer
@@ -121,7 +123,7 @@ def _case(draw: Random, seed: int, workers: int) -> Drawn:
     if optimizer.approximate:
         plan = replace(plan, approximate=(*plan.approximate, optimizer.approximate))
     resume = draw.choice((0, 0, 1, 2))
-    native = Native(config, partial(values, config), options, partial(_is_frozen, frozen))
+    native = Native(config, Values(config), options, partial(_is_frozen, frozen))
     case = Case(native, plan, optimizer, data.batch, steps, clip, RATE, resume)
     _refuse(case)
     what = {
@@ -138,16 +140,26 @@ def _is_frozen(patterns: Sequence[str], name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def values(config: DecoderConfig) -> Fill:
-    """No special values anywhere: around those that norms and biases usually start from."""
-    model = build(config)
-    starts = {weight_of(name): start for name, start in initial_values(model)}
+@dataclass(frozen=True)
+class Values:
+    """Makes what writes first values: none that are special, around those that norms and biases
+    usually start from. Every worker of every run of a draw asks for it."""
 
-    def fill(name: str, out: Tensor) -> None:
-        fill_normal(out, 0, name, std=DEVIATION)
-        out.add_(starts[name].value)
+    config: DecoderConfig
 
-    return coded_draw(model, fill)
+    def __call__(self) -> Fill:
+        model, starts = self._starting
+
+        def fill(name: str, out: Tensor) -> None:
+            fill_normal(out, 0, name, std=DEVIATION)
+            out.add_(starts[name].value)
+
+        return coded_draw(model, fill)
+
+    @cached_property
+    def _starting(self) -> tuple[Decoder, Mapping[str, Initial]]:
+        model = build(self.config)
+        return model, {weight_of(name): start for name, start in initial_values(model)}
 
 
 def _refuse(case: Case) -> None:

@@ -29,7 +29,7 @@ from outsize.serve.meshed import check_mesh
 from outsize.serve.policies import POLICIES
 from outsize.serve.price import Curve, Price
 from outsize.serve.room import positions_of
-from outsize.verify.draw import ATTEMPTS, values
+from outsize.verify.draw import ATTEMPTS, Values
 from outsize.verify.shapes import shape
 
 EXACT = "float64"
@@ -52,7 +52,7 @@ class Subject:
         """In memory; from random values where there are no weights."""
         if self.directory is not None:
             return adapters.load(self.directory, dtype, config=self.config)
-        made, fill = build(self.config, 0, dtype), values(self.config)
+        made, fill = build(self.config, 0, dtype), Values(self.config)()
         with torch.no_grad():
             for name, parameter in made.named_parameters():
                 fill(name, parameter)

@@ -79,7 +79,7 @@ def _run(case: Case, world: World, stores: Mapping[str, Store]) -> Run:
     for index, batch in enumerate(batches):
         if case.resume_at and index == case.resume_at:
             job = resumed(job, case, world, stores)
-        loss, norm, touched, sent = _step(job, batch, case.recipe.rates[index], world)
+        loss, norm, touched, sent = _step(job, batch, case.rates[index], world)
         whole = _whole(job, loss, norm, touched)
         prints.append(_print(whole))
         if world.rank == 0:
@@ -141,9 +141,10 @@ def _step(
 def _whole(job: Job, loss: float, norm: float, touched: frozenset[str]) -> Step:
     """What the step gave, put together from all workers."""
     gradients: dict[str, Tensor | None] = {}
-    for name, state in job.optimizer_state():
-        own, _, kind = name.rpartition(".")
+    read = job.reader()
+    for own, _, kind in (name.rpartition(".") for name in job.state_names()):
         if kind == GRADIENT:
+            state = read(own, GRADIENT)
             gradients[own] = state.to("cpu", copy=True) if own in touched else None
     weights = {name: w.to("cpu", copy=True) for name, w in job.weights() if name in gradients}
     return Step(loss, norm, gradients, weights)
