@@ -84,10 +84,11 @@ class Spill:
         return Handle(entry, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def _entry(self, tensor: Tensor) -> Entry:
-        entry = self.owner.find(tensor)
+        entry = self.owner.noted.get(storage_key(tensor))
         if entry is None:
             entry = _noted(tensor)
             self.entries.append(entry)
+            self.owner.note(entry)
         if not any(entry is known for known in self.uses):
             self.uses.append(entry)
         return entry
@@ -135,6 +136,7 @@ class Spill:
             if self.wanted or entry.flat is None or not entry.written:
                 continue
             if storage_uses(entry.flat) <= _OURS:
+                self.owner.forget(entry)
                 entry.flat = None
 
     # -- FETCH ----------------------------------------------------------------------------------
@@ -145,6 +147,7 @@ class Spill:
         missing = [entry for entry in self.uses if entry.flat is None]
         for entry in missing:
             entry.flat = torch.empty(entry.numel, dtype=entry.dtype, device=entry.device)
+            self.owner.note(entry)
         return missing
 
     def read(self, missing: list[Entry]) -> None:
@@ -159,16 +162,20 @@ class Spill:
         """What is there belongs to the graph alone from now on, which lets go of it piece by piece
         while it is differentiated."""
         self.places += [entry.place for entry in self.entries if entry.place is not None]
+        for entry in self.entries:
+            self.owner.forget(entry)
         self.entries, self.uses = [], []
 
 
 class Spills:
     """The spilled activations of a job: one Spill for a stage and microbatch that is under way.
-    kept: tensors whose storages stay whatever happens: parameters, the pool."""
+    kept: tensors whose storages stay whatever happens: parameters, the pool. noted: what is there
+    of the stages under way, by its storage."""
 
     def __init__(self, kept: Iterable[Tensor] = ()) -> None:
         self.active: Spill | None = None
         self.kept = {storage_key(tensor) for tensor in kept}
+        self.noted: dict[int, Entry] = {}
         self._live: dict[tuple[int, int], Spill] = {}
         self._free: dict[tuple[str, int], list[Place]] = {}  # places of steps before, by size
 
@@ -180,14 +187,15 @@ class Spills:
         """The one of a stage and microbatch."""
         return self._live[stage, microbatch]
 
-    def find(self, tensor: Tensor) -> Entry | None:
-        """What was noted of a tensor's storage by the stages under way, if anything."""
-        here = storage_key(tensor)
-        entries = (entry for spill in self._live.values() for entry in spill.entries)
-        for entry in entries:
-            if entry.flat is not None and storage_key(entry.flat) == here:
-                return entry
-        return None
+    def note(self, entry: Entry) -> None:
+        """It is there, and shared by whoever saves a tensor of its storage."""
+        if entry.flat is not None:
+            self.noted[storage_key(entry.flat)] = entry
+
+    def forget(self, entry: Entry) -> None:
+        """It goes, or the graph alone has it."""
+        if entry.flat is not None:
+            self.noted.pop(storage_key(entry.flat), None)
 
     def place(self, store: Store, nbytes: int) -> Place:
         """A place for so many bytes: one of an earlier step, or a new one."""
