@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import MappingProxyType
 
 from outsize.errors import OutsizeError, nearest
@@ -125,8 +126,10 @@ def _refuse_too_long(shape: Shape) -> None:
         )
 
 
+@lru_cache(maxsize=2)
 def named(text: str, shape: Shape) -> Pipeline:
-    """The schedule of a name with its number behind a colon, as "interleaved:2" or "hanayo:3"."""
+    """The schedule of a name with its number behind a colon, as "interleaved:2" or "hanayo:3".
+    Kept: who draws or chooses one asks for it again with a plan."""
     name, colon, number = text.partition(":")
     if not colon:
         return make(name, shape)
