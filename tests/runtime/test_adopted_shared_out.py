@@ -3,6 +3,8 @@ autograd, whatever crosses between them."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from between import (
@@ -28,10 +30,16 @@ from outsize.runtime.adopted.flow import reach_of
 THIRDS, LOOPED, VEE = [0, 0, 0, 1, 1, 2, 2], [0, 0, 1, 2, 0, 1, 2], [0, 0, 1, 2, 2, 1, 0]
 
 
-@pytest.mark.parametrize("recompute", [(), ("block",)])
-@pytest.mark.parametrize("owners", [THIRDS, LOOPED, VEE])
+PAIRS = itertools.product(
+    [(Chain,), (Chain, 5, True), (Pairs,), (EncoderDecoder,)], [THIRDS, LOOPED, VEE]
+)
+
+
+# Blocks are computed again in every other pair, so that each model and each way has both.
 @pytest.mark.parametrize(
-    "model", [(Chain,), (Chain, 5, True), (Pairs,), (EncoderDecoder,)], ids=str
+    ("model", "owners", "recompute"),
+    [(*pair, ("block",) * (index % 2)) for index, pair in enumerate(PAIRS)],
+    ids=str,
 )
 def test_shared_out(model, owners, recompute):
     check(made(*model), tokens(), cross_entropy, owners, recompute=recompute)

@@ -265,6 +265,7 @@ PLANS: dict[str, dict[str, Any]] = {
     },
     "chunks of a token, tensor": {
         "stages": BLOCK, "sequence_chunk": 1, "mesh": Mesh(1, 2), "rows": 2, "microbatch_rows": 1,
+        "steps": 1,  # of 20 chunks each, through all layers
     },
     "recomputed apart, weight gradients apart": {
         "stages": per_segment(5, ("mlp", "attention")), "split_backward": True, "resume_at": 1,

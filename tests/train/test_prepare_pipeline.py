@@ -90,7 +90,6 @@ WAYS = {
     "looped": ("pipeline=2", {"pipeline": "interleaved:2", "microbatches": 6}),
     "back and forth": ("pipeline=2", {"pipeline": "zb-v", "microbatches": 6}),
     "what the planner finds": ("pipeline=2", {"pipeline": "auto", "microbatches": 6}),
-    "from both ends": ("pipeline=2", {"pipeline": "chimera", "microbatches": 2}),
     "one microbatch": ("pipeline=2", {"pipeline": "gpipe", "microbatches": 1}),
     "recompute": ("pipeline=3", {"recompute": ("block",), "memory": "4MiB"}),
 }
