@@ -66,8 +66,10 @@ def trained(name, model, mesh, microbatches):
     return losses, torch.stack(found)
 
 
-@pytest.mark.parametrize("name", ["t5", "gptj"])
-@pytest.mark.parametrize("mesh", ["data=1", "data=2", "tensor=2", "pipeline=2"])
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("t5", "data=1"), ("t5", "pipeline=2"), ("gptj", "data=2"), ("gptj", "tensor=2")],
+)
 def test_three_functions_train_and_predict_as_a_plain_loop(near, name, mesh):
     losses, predicted = plain(name)
     microbatches = 2 if mesh.startswith("pipeline") else 1
