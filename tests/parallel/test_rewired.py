@@ -95,8 +95,14 @@ def test_four_workers(name):
     close(played(model, plan_of(), BATCH, 4, False, chunks=2), model, BATCH)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["ladder", "ladder, upper half", "kraken"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *((name, way) for name in ("ladder", "kraken") for way in WAYS),
+        ("ladder, upper half", "parts again"),
+        ("ladder, upper half", "stages of blocks, in chunks"),
+    ],
+)
 def test_with_what_else_a_plan_does(name, way):
     changes = dict(WAYS[way])
     wrap = wrapping(changes.pop("tile", 0), changes.pop("recompute", ()))

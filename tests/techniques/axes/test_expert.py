@@ -45,6 +45,7 @@ CASES = {
     "uneven experts and rows": ("mixtral", {"mesh": Mesh(expert=4), "rows": 7, "mlp_tile": 3}),
     "dense layers, a shared expert": ("deepseek_v3", {
         "mesh": Mesh(expert=3), "resume_at": 1, "sequence_chunk": 5, "mlp_tile": 2, "stages": WHOLE,
+        "rows": 4,
     }),
     "tokens cut": ("mixtral", {"mesh": Mesh(expert=2, context=2)}),
     "experts cut inside": ("mixtral", {

@@ -64,7 +64,7 @@ def case_of(config: DecoderConfig, named: str = "float64", **plan) -> Case:
     config = replace(config, adapter=Lora(3, 5.0))
     values = lambda: coded_draw(build(config), fill)  # noqa: E731
     return Case(
-        Native(config, values), made, AdamW(1e-2, eps=1e-4), lambda step: data[step], 3, 0.5,
+        Native(config, values), made, AdamW(1e-2, eps=1e-4), lambda step: data[step], 2, 0.5,
         resume_at=1,
     )  # fmt: skip
 
