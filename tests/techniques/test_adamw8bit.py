@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -421,8 +422,13 @@ RESTS = {
 }
 
 
-@pytest.mark.parametrize("rest", RESTS)
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("rest", "precision"),
+    [
+        *zip(RESTS, itertools.cycle(["float32", "bfloat16"]), strict=False),
+        ("all below", "bfloat16"),
+    ],
+)
 def test_what_is_predicted_is_what_is_held(rest, precision):
     """Static bytes and those on tiers to the byte; and a quarter of AdamW's states."""
     optimizer = AdamW8Bit(settings=Settings(least=1024))
