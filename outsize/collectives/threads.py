@@ -3,9 +3,10 @@
     results = play(Mesh(tensor=2), lambda world: ...)   # what each worker's call gave, by rank
 
 Sums are taken in the order of the ranks, so their bits are the same everywhere. A worker that
-raises ends the others' waiting, and `play` raises its error. For proofs, not for speed: what is
-said to others is copied, and they compute in turns. On accelerators each has one of its
-own, since the backward passes of one are one thread's.
+raises ends the others' waiting, and `play` raises its error. Ctrl-C ends them all at their next
+collective, and is raised when they have ended. For proofs, not for speed: what is said to others is
+copied, and they compute in turns. On accelerators each has one of its own, since the backward
+passes of one are one thread's.
 """
 
 from __future__ import annotations
@@ -213,12 +214,24 @@ def play(mesh: Mesh, work: Callable[[World], T]) -> list[T]:
         except BaseException as error:
             faults.insert(0, error)
             board.fail()
+        finally:
+            ended[rank].set()
 
+    ended = [threading.Event() for _ in range(mesh.size)]
     threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(mesh.size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        board.fail()
+        # Python aborts if it leaves while one is inside an operator. Not joined again: a `join`
+        # that was interrupted takes its thread for ended (3.11).
+        for thread, end in zip(threads, ended, strict=True):
+            if thread.ident is not None:
+                end.wait()
+        raise
     if faults:
         raise faults[0]
     return [results[rank] for rank in range(mesh.size)]

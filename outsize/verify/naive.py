@@ -104,10 +104,12 @@ def attend(
 ) -> Tensor:
     """o_THW: softmax of masked scores, document by document."""
     assert spec.plain, "a plain run attends to what is before"
-    found = [
-        _document(q_THK[a:b], k_TGK[a:b], v_TGW[a:b], spec) for a, b in pairwise(bounds) if b > a
-    ]
-    return torch.cat(found) if found else torch.cat((v_TGW[:0],) * q_THK.shape[1], 1)
+    # One split, not a slice a document: the gradient of a slice is as large as what it is cut from.
+    lengths = [b - a for a, b in pairwise(bounds) if b > a]
+    if not lengths:
+        return torch.cat((v_TGW[:0],) * q_THK.shape[1], 1)
+    parts = zip(*(x.split(lengths) for x in (q_THK, k_TGK, v_TGW)), strict=True)
+    return torch.cat([_document(*part, spec) for part in parts])
 
 
 def _document(q_SHK: Tensor, k_SGK: Tensor, v_SGW: Tensor, spec: AttendSpec) -> Tensor:
@@ -135,11 +137,11 @@ class TokenByToken:
         inputs: Tensors,
         bounds: tuple[int, ...],
     ) -> Tensor:
-        found = []
+        found, tokens = [], list(zip(*(x.split(1) for x in inputs), strict=True))
         for first, last in pairwise(bounds):
             state = tuple(torch.zeros(1, *one.shape, dtype=one.dtype) for one in states)
-            for token in range(first, last):
-                y, state = recurrence.step(tuple(x[token : token + 1] for x in inputs), state)
+            for token in tokens[first:last]:
+                y, state = recurrence.step(token, state)
                 found.append(y)
         return torch.cat(found)
 

@@ -75,11 +75,11 @@ def run(case: Case, world: World) -> Run:
 def _run(case: Case, world: World, stores: Mapping[str, Store]) -> Run:
     job = make(case, world, stores)
     batches = [_rows(case, job, step) for step in range(case.steps)]
-    steps, prints, sent = [], [], (0, 0, 0)
+    rates, steps, prints, sent = case.rates, [], [], (0, 0, 0)
     for index, batch in enumerate(batches):
         if case.resume_at and index == case.resume_at:
             job = resumed(job, case, world, stores)
-        loss, norm, touched, sent = _step(job, batch, case.rates[index], world)
+        loss, norm, touched, sent = _step(job, batch, rates[index], world)
         whole = _whole(job, loss, norm, touched)
         prints.append(_print(whole))
         if world.rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 
 import pytest
@@ -109,3 +110,31 @@ def test_who_fails_ends_the_others_waiting() -> None:
 
     with pytest.raises(KeyError, match="the third"):
         play(Mesh(3), work)
+
+
+@pytest.fixture
+def interruptible():
+    """A process that was started in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_ctrl_c_is_raised_when_all_workers_have_ended(workers, interruptible) -> None:
+    """Python aborts where it leaves while one is inside an operator."""
+    main, ended = threading.main_thread().ident, []
+
+    def work(world) -> None:
+        group = world.group(tuple(range(workers)))
+        try:
+            for turn in range(10_000):
+                group.barrier()
+                if (world.rank, turn) == (0, 1):
+                    signal.pthread_kill(main, signal.SIGINT)
+        finally:
+            ended.append(world.rank)
+
+    with pytest.raises(KeyboardInterrupt):
+        play(Mesh(workers), work)
+    assert sorted(ended) == list(range(workers))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections import Counter
 
 import pytest
+from click.testing import CliRunner
 
+from outsize.cli.main import main as command_line
 from outsize.errors import OutsizeError
 from outsize.memory.store import MemoryStore
 from outsize.runtime import Job
@@ -28,6 +32,31 @@ def test_five_draws_hold(seeds):
     assert not [f"{one.fault}\n{one.drawn}" for one in found if not one.holds]
     total = summary(found)
     assert total.held == 5 and 0 < total.worst <= 1e-10
+
+
+@pytest.fixture
+def interruptible():
+    """A process that was started in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_as_it_does_elsewhere(monkeypatch, interruptible):
+    main, step, at_work = threading.main_thread().ident, Job.step, list[threading.Thread]()
+
+    def interrupted(job, *words):
+        at_work.append(threading.current_thread())
+        if at_work == [threading.current_thread()]:
+            signal.pthread_kill(main, signal.SIGINT)
+        return step(job, *words)
+
+    monkeypatch.setattr(Job, "step", interrupted)
+    words = ["verify", "--random", "2", "--seed", "2", "--workers", str(WORKERS)]
+    result = CliRunner().invoke(command_line, words)
+    assert result.exit_code == 130
+    assert result.output == "interrupted; nothing had begun that could be saved\n"
+    assert at_work and not [thread for thread in at_work if thread.is_alive()]
 
 
 def first_of(seed: int) -> Drawn:
