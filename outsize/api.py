@@ -156,8 +156,7 @@ def engine(
     wanted = Wanted(context, requests, drafts=draft is not None, slo=slo, cache=cache)
     if not isinstance(path, Model):
         model = load(path, dtype, weights=weights, memory=memory)
-        if model.home is None:
-            pack(model)
+        pack(model)
     elif (memory, weights, dtype) == (None, "required", None):
         model = path
     else:

@@ -208,8 +208,7 @@ class _Served:
         from outsize.serve.policies import chosen
         from outsize.serve.room import served
 
-        if model.home is None:
-            pack(model)
+        pack(model)
         plan = served(model, self.wanted, partial(click.echo, err=True))
         drafter = None if self.draft is None else DRAFTERS.get(self.draft)
         playing = chosen(self.policy, plan.room.slo)

@@ -11,9 +11,12 @@ from outsize.models.linear import held
 
 def pack(model: Decoder) -> None:
     """For a model that nobody else has: its codes lie otherwise than files have them from then on,
-    where this processor reads them better so. What they stand for stays."""
+    where this processor reads them better so. What they stand for stays, and a model whose weights
+    are not in memory as a whole."""
     from outsize.kernels import eights
 
+    if model.away:
+        return
     packed = set[int]()  # a weight may be of several blocks
     for _, one in held(model):
         laid = one.laid() if one.coded is not None and one.coded.eights else None

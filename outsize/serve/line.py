@@ -151,22 +151,21 @@ class Line:
         then. alike: as of feeds."""
         found, left, barred = list[Feed](), budget - sum(wanted.values()), False
         order, pieces = self.order, self._pieces = list[Request](), list[Piece]()
-        apart, size = alike if alike is not None else [], self.pages.size
+        apart, last = alike if alike is not None else [], self.pages.size - 1
         drawing, drafting = self.drawing if alike is not None else {}, list[Feed]()
+        requests = self.requests
         for key, count in wanted.items():
             if not count:
                 continue
-            request = self.requests[key]
+            request = requests[key]
             # One more token, neither the first nor the last, within a page: only numbers change.
-            if (
-                key in drawing
-                and 0 < request.fed % size < size - 1
-                and 0 < request.drawn < request.ask.max_new_tokens - 1
-            ):
-                order.append(request)
-                pieces.append((request.fed, 1, True))
-                apart.append(request)
-                continue
+            if key in drawing and request.drawn:
+                fed = request.fed
+                if 0 < fed % (last + 1) < last and request.drawn < request.ask.max_new_tokens - 1:
+                    order.append(request)
+                    pieces.append((fed, 1, True))
+                    apart.append(request)
+                    continue
             if request.slot is None and (barred or not self._begin(request, wanted)):
                 barred = True  # those behind it do not overtake
                 continue
@@ -351,7 +350,7 @@ class Line:
         if room.slo.tpot == math.inf:
             return room.budget, room.slots
         tpot = room.slo.tpot / self.drift.slowest
-        drawing = [one.fed for key, one in self.going.items() if key in self.drawing]
+        drawing = [one.fed for one in self.drawing.values()]
         slicing = (one.fed for key, one in self.going.items() if key not in self.drawing)
         depth = max(slicing, default=0)
         return limits(room.price, tpot, drawing, depth, room.budget, room.slots)

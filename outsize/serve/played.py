@@ -8,7 +8,6 @@ The steps are those that the engine would make of the same arrivals. Where nothi
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -170,7 +169,9 @@ class _Play:
                 feed.request.told = [_TOKEN]
         self._now += seconds
         if alike:
-            lasts = Counter([request.last for request in alike])
+            lasts = dict[float, int]()
+            for request in alike:
+                lasts[request.last] = lasts.get(request.last, 0) + 1
             self._played.gaps += [(self._now - last, count) for last, count in lasts.items()]
             self._again(alike, 1, seconds)
         self._line.take(feeds)
@@ -215,9 +216,10 @@ class _Play:
     def _again(self, going: Sequence[Request], steps: int, seconds: float) -> None:
         """What so many steps leave in the books."""
         pages, now, fates, new = self._line.pages, self._now, self._fates, [_TOKEN.id] * steps
-        size = pages.size
+        size, owners = pages.size, dict[str, int]()
         for request in going:
-            before, after = request.fed, request.fed + steps
+            before, after, owner = request.fed, request.fed + steps, request.ask.owner
+            owners[owner] = owners.get(owner, 0) + 2 * steps
             request.ids += new
             request.fed = after
             request.drawn += steps
@@ -226,8 +228,8 @@ class _Play:
             if not before % size or before // size < after // size:
                 pages.extend(request.key, after)
                 pages.written(request.key, request.ids, after)
-        for owner, count in Counter([request.ask.owner for request in going]).items():
-            self._line.shares.take(owner, 2 * steps * count)
+        for owner, tokens in owners.items():
+            self._line.shares.take(owner, tokens)
 
     def _lacking(self, going: Sequence[Request], steps: int) -> int:
         return sum(self._line.pages.missing(r.key, r.fed + steps) for r in going)
@@ -236,8 +238,7 @@ class _Play:
         """(1 + steps,) seconds of the clock, now and behind each step."""
         price, count = self._price, len(going)
         starts = np.array([r.fed for r in going])[:, None] + np.arange(steps)
-        seen = np.minimum(starts, price.reach)
-        # In the order of a step's own sum.
-        past = np.add.accumulate(price.visit * seen + price.load * seen, axis=0)[-1]
+        seen = np.minimum(starts, price.reach).sum(axis=0)
+        past = price.reads(seen, seen)
         computed = price.blocks(count) + price.head(count) + past
         return np.cumsum(np.concatenate(([self._now], np.maximum(price.reading, computed))))

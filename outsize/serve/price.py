@@ -8,13 +8,19 @@ through the head; weights that stay in files are read meanwhile.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 Piece = tuple[int, int, bool]  # tokens before, tokens that are fed, whether it draws
 
+Numbers = Any  # one, or an array of them
+
+_ENDLESS = 1 << 40  # more than any number of tokens
+_ROUNDED = 1e-9  # of seconds: what sums in another order may differ by
 _NEAR = 0.9  # of the most tokens a second, from which on more a step gain little
 
 
@@ -41,6 +47,14 @@ class Curve:
         before = self.points[-2][0] if len(self.points) > 1 else 0
         return (table[last] - table[before]) / (last - before)
 
+    def within(self, seconds: float) -> int:
+        """The largest number that takes no longer; 0 where none does."""
+        table = self._table
+        if seconds < table[-1]:
+            return bisect_right(table, seconds) - 1
+        beyond = (seconds - table[-1]) / self.more if self.more > 0 else math.inf
+        return len(table) - 1 + int(min(beyond, _ENDLESS))
+
     def __call__(self, count: int) -> float:
         table = self._table
         if count < len(table):
@@ -60,28 +74,31 @@ class Price:
     head: Curve = Curve()
     visit: float = 0.0
     load: float = 0.0
-    reach: int = 1 << 40
+    reach: int = _ENDLESS
     reading: float = 0.0
     fetch: float = math.inf
     evict: float = 0.0
 
     def past(self, start: int, count: int) -> float:
         """Seconds of what `count` tokens of a request see behind `start` ones."""
-        reach, middle = self.reach, start + count // 2  # asked for each request of each step
-        seen = count * (middle if middle < reach else reach)
-        return self.visit * seen + self.load * (start if start < reach else reach)
+        return self.seen(((start, count, False),))[2]
 
     def seen(self, pieces: Iterable[Piece]) -> tuple[int, int, float]:
-        """Tokens that are fed, those that are drawn, and seconds of what they see, as of past."""
-        reach, visit, load = self.reach, self.visit, self.load
-        tokens, drawn, past = 0, 0, 0.0
+        """Tokens that are fed, those that are drawn, and seconds of what they see."""
+        reach = self.reach
+        tokens, drawn, visited, loaded = 0, 0, 0, 0
         for start, count, draws in pieces:
             tokens += count
             drawn += draws
             middle = start + count // 2
-            seen = count * (middle if middle < reach else reach)
-            past += visit * seen + load * (start if start < reach else reach)
-        return tokens, drawn, past
+            visited += count * (middle if middle < reach else reach)
+            loaded += start if start < reach else reach
+        return tokens, drawn, self.reads(visited, loaded)
+
+    def reads(self, visited: Numbers, loaded: Numbers) -> Numbers:
+        """Seconds of so many visits of cached tokens, and of so many that are loaded; of many
+        steps, arrays."""
+        return self.visit * visited + self.load * loaded
 
     def step(self, tokens: int, drawn: int, past: float) -> float:
         """Seconds of a step. past: of what its tokens see."""
@@ -126,14 +143,21 @@ class Price:
         """The most tokens, of `least` to `most`, in a step that takes so long at most: `least` are
         drawn, with `past` of what they see, and further ones have `depth` before them."""
 
+        if self.reading > seconds:
+            return least
         blocks, head = self.blocks, self.head(least + 1)
-        bare = self.reading > seconds
 
         def over(tokens: int) -> bool:
             seen = past + (self.past(depth, tokens - least) if tokens > least else 0.0)
-            return bare or blocks(tokens) + head + seen > seconds
+            return blocks(tokens) + head + seen > seconds
 
-        return _last(least, most, over)
+        # Surely over beyond what the blocks alone allow, and surely not where they leave time for
+        # what that many would see.
+        left = seconds - head - past
+        high = max(least, min(most, blocks.within(left + _ROUNDED * seconds)))
+        left -= self.past(depth, high - least)
+        low = max(least, min(high, blocks.within(left - _ROUNDED * seconds)))
+        return _last(low, high, over)
 
     def beside(self, seconds: float, most: int, depth: int) -> int:
         """How many requests of `depth` tokens, 1 to `most`, may draw in a step of so long."""

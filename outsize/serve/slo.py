@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from outsize.errors import OutsizeError
 from outsize.serve.price import Price
@@ -96,8 +97,7 @@ class Drift:
         self.mean = _KEEP * self.mean + (1 - _KEEP) * now
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """Of a request that is here. prompt: tokens to be fed before it draws; new: that it is expected
     to draw; start: tokens in pages; begun: whether it goes."""
 
@@ -121,7 +121,7 @@ def spans(
     ends; meanwhile steps feed nobody's prompt, and are short."""
     going = [one for one in loads if one.begun]
     drawing = [one for one in going if not one.prompt]
-    some, deep = len(drawing), sum(price.past(one.start, 1) for one in drawing)
+    some, deep = len(drawing), price.seen([(one.start, 1, True) for one in drawing])[2]
     left = max(1, min(budget - some, sum(one.prompt for one in loads)))
     full = price.step(some + left, some + 1, deep + price.past(0, left))
     short = price.step(max(1, some), max(1, some), deep)
@@ -147,6 +147,6 @@ def limits(
     draws; depth: the most of those whose prompt is not through."""
     if not drawing:
         return budget, slots  # nobody waits for a next token
-    past = sum(price.past(start, 1) for start in drawing)
+    past = price.seen([(start, 1, True) for start in drawing])[2]
     tokens = price.most(tpot, min(len(drawing), budget), budget, past, depth)
     return tokens, price.beside(tpot, slots, max(drawing))

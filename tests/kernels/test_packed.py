@@ -110,3 +110,11 @@ def test_products_by_numbers_as_they_are_leave_a_model_alone() -> None:
     before = {name: x.clone() for name, x in model.named_parameters()}
     pack(model)
     assert all(torch.equal(x, before[name]) for name, x in model.named_parameters())
+
+
+def test_weights_that_are_elsewhere_stay_as_they_lie() -> None:
+    said = {"model_type": "gpt2", "vocab_size": 50, "n_embd": 64, "n_layer": 1, "n_head": 2}
+    model = build(asked(parse(said), "int8:32+head+a8"), seed=1)
+    model.away = "memory"
+    pack(model)
+    assert not any(one.coded is not None and one.coded.packed for _, one in held(model))

@@ -147,6 +147,18 @@ def test_a_curve_is_linear_between_points() -> None:
     assert replace(PRICE, reach=5, load=1.0).past(100, 3) == pytest.approx(15e-6 + 5)
 
 
+@pytest.mark.parametrize(
+    "points", [((1, 1.0), (8, 1.0), (9, 3.0)), ((4, 0.5), (6, 0.5)), ((2, 0.25),)]
+)
+def test_the_most_within_so_many_seconds_are_found(points: tuple[tuple[int, float], ...]) -> None:
+    """Of a rising table, a flat one, and one that goes on rising behind its end."""
+    curve = Curve(points)
+    for seconds in (0.1, 0.25, 0.5, 1.0, 2.0, 2.9, 3.0, 3.1, 60.0):
+        fit = [count for count in range(1, 600) if curve(count) <= seconds]
+        found = curve.within(seconds)
+        assert (found == max(fit, default=0)) or (fit[-1:] == [599] and found > 599)
+
+
 def test_steps_keep_what_is_promised() -> None:
     """Whatever goes: the step that the limits allow takes tpot at most, and one token more takes
     longer, unless there is nothing to take away."""
