@@ -14,6 +14,7 @@ from outsize.data.targets import placed
 from outsize.data.template import Template
 from outsize.data.tokenizer import Tokenizer
 from outsize.decode.samplers import Sampler
+from outsize.decode.text import check_prompt
 from outsize.serve.calls import QUESTION, SAID, WHERE, CallForm, form_of
 from outsize.serve.model import Model
 
@@ -30,6 +31,7 @@ class Talk:
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """The token ids that ask for an answer. OutsizeError for what the template refuses."""
         written, _ = self.template.render(WHERE, messages, tools, True)
+        check_prompt(written)
         return [int(token) for token in placed(self.text, written).ids]
 
     @cached_property

@@ -180,8 +180,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str | None, str]] = {
     "lax": ("completions", {"prompt": "a", "logprobs": True}, 400, "logprobs", "integer"),
     "long": ("completions", {"prompt": "a" * 300}, 400, None, "has room for 256"),
     "bias": ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", "x"),
-    "bias id": ("completions", {"prompt": "a", "logit_bias": {"257": 1}}, 400, None, "0 to 256"),
-    "model": ("completions", {"prompt": "a", "model": "gpt"}, 404, None, "'small'"),
+    "bias id": ("completions", {"prompt": "a", "logit_bias": {"257": 1}}, 400, "logit_bias",
+                "0 to 256"),
+    "model": ("completions", {"prompt": "a", "model": "gpt"}, 404, "model", "'small'"),
     "tools": ("chat/completions", {"messages": HELLO, "tools": []}, 400, "tools", "tools"),
     "format": (
         "chat/completions", {"messages": HELLO, "response_format": {"type": "xml"}}, 400,
@@ -191,7 +192,23 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str | None, str]] = {
         "chat/completions",
         {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {
             "name": "x", "schema": {"type": "nothing"}}}},
-        400, None, "cannot be compiled",
+        400, "response_format", "cannot be compiled",
+    ),
+    "a schema without an end": (
+        "chat/completions",
+        {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {
+            "name": "x", "schema": {"$ref": "#"}}}},
+        400, None, "the answer's grammar: NoExtensionBias",
+    ),
+    "a negative id": ("completions", {"prompt": [-1]}, 400, "prompt", "prompt.0: Input should be"),
+    "half a pair": ("completions", {"prompt": "\ud800"}, 400, None, "not UTF-8"),
+    "half a pair in a chat": (
+        "chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, 400, None,
+        "not UTF-8",
+    ),
+    "likeliest tokens of nothing": (
+        "chat/completions", {"messages": HELLO, "top_logprobs": 2}, 400, "top_logprobs",
+        "top_logprobs: without logprobs",
     ),
     "role": (
         "chat/completions", {"messages": [{"role": "nobody", "content": "x"}]}, 400, "messages",
@@ -213,6 +230,17 @@ def test_what_is_not_there_is_said(
 
 
 def test_bodies_that_are_none(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for path, body, words in (
+        (
+            "/v1/completions",
+            {"prompt": "a", "stream_options": {}},
+            "stream_options: without stream",
+        ),
+        ("/tokenize", {"prompt": "\ud800", "add_special_tokens": False}, "not UTF-8"),
+        ("/v1/completions", b'{"prompt": ', "the body: not JSON behind 11 characters"),
+    ):
+        status, answer, _ = asked(address, path, body)
+        assert status == 400 and words in answer["error"]["message"]
     for body in (b'{"prompt": ', b"\xff\xfe", b"[]", b""):
         status, answer, _ = asked(address, "/v1/completions", body)
         assert status == 400 and answer["error"]["type"] == "invalid_request_error"

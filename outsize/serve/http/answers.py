@@ -138,7 +138,12 @@ class Answer(ABC, Generic[Asked]):
         """Of all choices, as they come; where one fails the others are cancelled."""
         came = asyncio.Queue[tuple[int, Piece | BaseException]]()
 
+        refused = False
+
         async def follow(number: int, ask: Ask) -> None:
+            nonlocal refused
+            if refused:  # with the one before it: nobody is asked how long this one would wait
+                return
             try:
                 made = pieces(self.serving.engine, self.serving.text, ask, self.stops)
                 if self._form is not None:
@@ -147,6 +152,7 @@ class Answer(ABC, Generic[Asked]):
                     async for piece in found:
                         came.put_nowait((number, piece))
             except Exception as error:
+                refused = True
                 came.put_nowait((number, error))
 
         tasks = [asyncio.create_task(follow(i, ask)) for i, ask in enumerate(self.asks)]

@@ -27,7 +27,7 @@ from starlette.exceptions import HTTPException
 
 from outsize.data.tokenizer import Tokenizer
 from outsize.decode.text import check_prompt, prompt_ids
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, counted
 from outsize.serve.asks import Full
 from outsize.serve.calls import CallForm
 from outsize.serve.engine import Engine
@@ -51,6 +51,7 @@ from outsize.serve.talk import Talk
 
 _BODY = (400, 404, 408, 413)  # what may come where a body is read
 _ASKED = (*_BODY, 429, 500)
+_FIELDS = frozenset((*Completion.model_fields, *Conversation.model_fields, "dimensions", "tokens"))
 STUCK = 120.0  # seconds without a step while somebody waits
 
 
@@ -124,13 +125,7 @@ def _document(app: FastAPI) -> None:
 def _errors(app: FastAPI, serving: Serving) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        every = error.errors()
-        own = [one for one in every if one["loc"][:2] == every[0]["loc"][:2]]
-        # Of several forms that it might have the one that it fits furthest.
-        first = max(own, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
-        where = [str(x) for x in first["loc"] if x != "body"]
-        param = ".".join(where[:1]) or None
-        return said(400, f"{'.'.join(where) or 'the body'}: {first['msg']}", param)
+        return said(400, *_wrong(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:
@@ -143,7 +138,31 @@ def _errors(app: FastAPI, serving: Serving) -> None:
             return said(429, str(error), headers=later)
         if serving.engine.fault is not None:
             return said(500, str(error))  # whatever was asked
-        return said(404 if isinstance(error, Missing) else 400, str(error))
+        if isinstance(error, Missing):
+            return said(404, str(error), "model")
+        field = str(error).partition(": ")[0]
+        return said(400, str(error), field if field in _FIELDS else None)
+
+
+def _wrong(every: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
+    """What is wrong with a body, and with which field."""
+    first = every[0]
+    if first["type"] == "json_invalid":
+        return f"the body: not JSON behind {counted(first['loc'][-1], 'character')}", None
+    if first["type"] == "value_error":  # of fields that do not go together
+        message = str(first["ctx"]["error"])
+        return message, message.partition(": ")[0]
+    own = [one for one in every if one["loc"][:2] == first["loc"][:2]]
+    # Of several forms that it might have the one that it fits furthest.
+    first = max(own, key=lambda one: (len(_where(one)), not one["type"].endswith("_type")))
+    where = _where(first)
+    return f"{'.'.join(where) or 'the body'}: {first['msg']}", ".".join(where[:1]) or None
+
+
+def _where(error: Mapping[str, Any]) -> list[str]:
+    """The path of what is wrong in a body, without the forms that were tried."""
+    path = [str(one) for one in error["loc"] if one != "body"]
+    return [one for one in path if "[" not in one or one == "[key]"]
 
 
 def said(
@@ -261,6 +280,7 @@ def _tokens(app: FastAPI, serving: Serving) -> None:
     @app.post("/tokenize", **answers(told.Ids, *_BODY))
     async def tokenize(asked: Text) -> Any:
         _check_model(serving, asked.model)
+        check_prompt(asked.prompt)
         if asked.add_special_tokens:
             ids = prompt_ids(serving.text, asked.prompt)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -43,6 +43,12 @@ class _Drawn(_Asked):
     frequency_penalty: Penalty = 0.0
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
     user: str | None = None  # whose request it is: nothing depends on it
+
+    @model_validator(mode="after")
+    def _streamed(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: without stream; expected both or neither")
+        return self
 
 
 class Completion(_Drawn):
@@ -185,7 +191,9 @@ class Conversation(_Drawn):
     parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
-    def _tools(self) -> Conversation:
+    def _tools(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: without logprobs; expected logprobs true beside it")
         names = [one.function.name for one in self.tools or ()]
         if len(set(names)) < len(names):
             raise ValueError(f"tools: the name {max(names, key=names.count)} comes twice")

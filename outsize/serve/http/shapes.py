@@ -57,7 +57,7 @@ class Shaped:
 
     def _check(self) -> None:
         if self.matcher.is_error():
-            raise OutsizeError(f"the answer's grammar: {self.matcher.get_error()[:_LONGEST]}")
+            raise OutsizeError(f"the answer's grammar: {_short(self.matcher.get_error())}")
 
 
 class Shapes:
@@ -98,5 +98,9 @@ class Shapes:
 
 
 def _refused(field: str, why: str) -> OutsizeError:
-    said = " ".join(why.split())[:_LONGEST]
-    return OutsizeError(f"{field}: a schema cannot be compiled: {said}")
+    return OutsizeError(f"{field}: a schema cannot be compiled: {_short(why)}")
+
+
+def _short(why: str) -> str:
+    """In one line, without the state of the parser that follows."""
+    return " ".join(why.partition("<state>")[0].split())[:_LONGEST]
