@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple, Protocol
 
 import torch
@@ -157,11 +158,16 @@ class Request:
 def check_request(model: Decoder, ids: Sequence[int], max_new_tokens: int) -> None:
     """OutsizeError for a request that the model cannot serve."""
     config = model.config
+    most: object = max_new_tokens
+    if not isinstance(most, Integral):
+        raise OutsizeError(f"max_tokens is {max_new_tokens}; expected a whole number")
     if max_new_tokens < 0:
         raise OutsizeError(f"max_tokens is {max_new_tokens}; expected 0 or more")
     if not ids:
         raise OutsizeError("the prompt has no tokens; expected at least one, such as the start id")
-    wrong = [token for token in ids if not 0 <= token < config.vocab]
+    odd = [one for one in {type(token): token for token in ids}.values()
+           if not isinstance(one, Integral)]  # fmt: skip
+    wrong = odd or [token for token in ids if not 0 <= token < config.vocab]
     if wrong:
         raise OutsizeError(
             f"the prompt has token {wrong[0]}; expected 0 to {config.vocab - 1}, the model's "

@@ -21,6 +21,7 @@ from outsize.errors import OutsizeError
 from outsize.kernels.entropy import greatest, logprobs
 from outsize.models.random import uniform
 
+_ALIKE = 1e-9  # of a probability: what rounding may tell equal ones apart by
 _STREAM = "sample"  # the name of the random stream that tokens are drawn with
 
 
@@ -43,7 +44,8 @@ class Drawn(NamedTuple):
 @dataclass(frozen=True)
 class Sampling:
     """Draws from softmax(logits / temperature), cut to the `top_k` likeliest tokens and then to the
-    fewest of the likeliest that have `top_p` of the rest; renormalised. Temperature 0 is greedy.
+    fewest of the likeliest that have `top_p` of the rest; renormalised. Temperature 0 is greedy:
+    of equal logits the lowest id's.
 
     OutsizeError for a value out of its range.
     """
@@ -83,19 +85,26 @@ class Sampling:
 def probabilities(logits_V: Tensor, sampling: Sampling) -> Tensor:
     """What `sampling` draws from, with a temperature above 0: (V,) float64 on the CPU.
 
-    Tokens as likely as the k-th are kept with it; of the tokens of top_p the likeliest is always.
+    Tokens as likely as the k-th are kept with it. Of top_p's the likeliest always is, and of
+    those that are as likely as its last one the lowest ids: what rounding tells apart is alike.
     """
     scores_V = logits_V.detach().to("cpu", torch.float64)
     scores_V = (scores_V - scores_V.max()) / sampling.temperature  # shifted: no overflow
     if sampling.top_k is not None and sampling.top_k < len(scores_V):
-        least = scores_V.topk(sampling.top_k).values[-1]
+        least = scores_V.topk(sampling.top_k).values[-1] - _ALIKE
         scores_V = scores_V.masked_fill(scores_V < least, -math.inf)
     p_V = scores_V.softmax(0)
     if sampling.top_p < 1:
         ascending_V, order_V = p_V.sort()
-        dropped_V = ascending_V.cumsum(0) <= 1 - sampling.top_p
-        dropped_V[-1] = False
-        p_V[order_V[dropped_V]] = 0
+        few = int((ascending_V.cumsum(0) <= 1 - sampling.top_p).sum())
+        few = min(few, len(p_V) - 1)
+        last = ascending_V[few]
+        alike = slice(
+            int(torch.searchsorted(ascending_V, last * (1 - _ALIKE))),
+            int(torch.searchsorted(ascending_V, last * (1 + _ALIKE), right=True)),
+        )
+        order_V[alike] = order_V[alike].sort(descending=True).values
+        p_V[order_V[:few]] = 0
     return p_V / p_V.sum()
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from outsize.decode.samplers import Sampler
@@ -104,10 +105,14 @@ class Counts:
 
 
 def told(logits_V: Tensor, token: int, tops: int | None) -> Token:
-    """A token with the log-probabilities that are asked for, of the raw logits."""
+    """A token with the log-probabilities that are asked for, of the raw logits; of those that are
+    as likely the lowest ids."""
     if tops is None:
         return Token(token)
     logs_V = logprobs(logits_V)
     values, ids = logs_V.topk(min(tops, len(logs_V)))
-    likeliest = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-    return Token(token, float(logs_V[token]), likeliest)
+    least = values[-1] if tops else 0.0
+    lowest = (logs_V == least).nonzero()[: int((values == least).sum()), 0]
+    ids = torch.cat([ids[values > least], lowest])
+    found = sorted(zip((-logs_V[ids]).tolist(), ids.tolist(), strict=True))
+    return Token(token, float(logs_V[token]), tuple((one, -value) for value, one in found))

@@ -98,6 +98,8 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="outsize-engine", daemon=True)
 
     def start(self) -> None:
+        """OutsizeError for one that has been closed."""
+        _refuse_if(self._closing)
         self._thread.start()
 
     def close(self) -> None:
@@ -223,8 +225,7 @@ class Engine:
             raise OutsizeError(f"this worker follows rank {self.steps.leader}; ask there")
         if self.fault is not None:
             raise OutsizeError(f"the engine has failed: {self.fault}")
-        if self._closing:
-            raise OutsizeError("the engine is closed; expected an open one")
+        _refuse_if(self._closing)
 
     def _run(self) -> None:
         try:
@@ -299,6 +300,11 @@ class Engine:
                 self.line.pages.end(owner)
                 self.line.beside -= len(one.ids)
             one.done.set()
+
+
+def _refuse_if(closed: bool) -> None:
+    if closed:
+        raise OutsizeError("the engine is closed; expected an open one")
 
 
 def _settled(engine: Engine, lock: AbstractContextManager[object]) -> bool:

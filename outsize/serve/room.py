@@ -15,7 +15,7 @@ from outsize.decode.generate import Request
 from outsize.decode.paged import PAGE
 from outsize.decode.runs import singly
 from outsize.decode.samplers import Sampling
-from outsize.errors import OutsizeError, counted
+from outsize.errors import OutsizeError, counted, expect
 from outsize.hardware import host
 from outsize.hardware.disk import OPERATION
 from outsize.kernels import native, rows
@@ -65,6 +65,9 @@ class Wanted:
 
     def __post_init__(self) -> None:
         caches.parse(self.cache)
+        for name in ("requests", "budget"):
+            value = getattr(self, name)
+            expect(value >= 1, f"serving: {name}", value, "1 or more")
 
     @property
     def form(self) -> str:

@@ -74,6 +74,8 @@ class TextEngine:
     ) -> list[str | list[int]]:
         """What follows each prompt: a text for a text, token ids for token ids, each what it would
         be alone. OutsizeError, before anything is computed, for a prompt that cannot be served."""
+        if isinstance(prompts, str):
+            raise OutsizeError(f"generate: prompts is {prompts[:40]!r}; expected a list of prompts")
         own = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
         if len(own) != len(prompts):
             raise OutsizeError(

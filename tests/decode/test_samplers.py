@@ -61,6 +61,20 @@ def test_the_edges_of_top_p() -> None:
         assert int((found > 0).sum()) == int((expected > 0).sum()) > 0
 
 
+def test_what_rounding_tells_apart_is_alike() -> None:
+    """Forty copies of each of five rows, as likely to the last bit or not: the same are kept."""
+    even_V = torch.tensor([1.0, 2.0, 0.5, 3.0, 1.5], dtype=torch.float64).repeat(40)
+    for sampling in (Sampling(1.0, 60), Sampling(1.0, top_p=0.3), Sampling(0.7, 90, 0.8)):
+        expected_V = probabilities(even_V, sampling) > 0
+        for seed in range(5):
+            found_V = probabilities(even_V + 1e-15 * _logits(seed), sampling) > 0
+            assert torch.equal(found_V, expected_V)
+    # Of the likeliest row's copies the first so many that have 0.3 of all.
+    kept = (probabilities(even_V, Sampling(1.0, top_p=0.3)) > 0).nonzero()[:, 0].tolist()
+    share = math.exp(3) / (40 * sum(math.exp(x) for x in (1.0, 2.0, 0.5, 3.0, 1.5)))
+    assert kept == list(range(3, 200, 5))[: math.ceil(0.3 / share)]
+
+
 @pytest.mark.parametrize("drawn", [0.0, 1 - 2.0**-53])
 def test_the_ends_of_the_draw_have_a_token_too(
     drawn: float, monkeypatch: pytest.MonkeyPatch

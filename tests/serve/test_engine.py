@@ -380,16 +380,28 @@ def test_who_leaves_is_not_served() -> None:
         assert engine.line.counts.drawn < 60
 
 
+def test_of_equally_likely_tokens_the_lowest_are_told() -> None:
+    logits_V = torch.tensor([0.0, 2.0, 1.0]).repeat(100)
+    for tops in (0, 1, 5, 150, 299, 300):
+        found = said(logits_V, 4, tops)
+        order = sorted(range(300), key=lambda i: (-logits_V[i], i))
+        assert [one for one, _ in found.tops] == order[:tops]
+        assert all(value == pytest.approx(float(logits_V.log_softmax(0)[i]), abs=1e-6)
+                   for i, value in found.tops)  # fmt: skip
+
+
 def test_what_cannot_be_served_is_refused_before_it_waits() -> None:
     model = model_of("llama")
     with paused(model, replace(ROOM, queue=10)) as engine:
         for ids, new, words in (
             ((), 1, "no tokens"),
             ((61,), 1, "expected 0 to 60"),
+            ((1, 2.0), 1, "has token 2.0"),
+            ((1,), 2.5, "max_tokens is 2.5; expected a whole number"),
             ((1,) * 60, 6, "has room for 64"),
         ):
             with pytest.raises(OutsizeError, match=words):
-                engine.submit(Ask(ids, new, Sampling()), Told())
+                engine.submit(Ask(ids, new, Sampling()), Told())  # type: ignore[arg-type]
         engine.submit(Ask((1,) * 8, 1, Sampling()), Told())  # one may always wait
         with pytest.raises(Full, match="8 tokens wait in the queue, which holds 10") as refused:
             engine.submit(Ask((1,) * 8, 1, Sampling()), Told())
@@ -524,6 +536,12 @@ def test_many_texts_at_once(tmp_path: Path) -> None:
             assert e.generate(["two"], 8, stop=[stop]) == [str(found[1]).partition(stop)[0]]
         with pytest.raises(OutsizeError, match="2 samplings for 1 prompts"):
             e.generate(["one"], 8, [Sampling(), Sampling()])
+        with pytest.raises(OutsizeError, match="prompts is 'one'; expected a list"):
+            e.generate("one", 8)
+    with pytest.raises(OutsizeError, match="is closed"), e:
+        pass
+    with pytest.raises(OutsizeError, match="requests is 0; expected 1 or more"):
+        outsize.engine(tmp_path / "hf", requests=0)
     with outsize.engine(tmp_path / "hf", requests=2, policy="deadline:ttft=9000s,tpot=500s") as e:
         assert e.plan.room.slo == Slo(9000, 500)
         assert any(line.startswith("promised ttft=9e+03s,tpot=500s") for line in e.plan.lines())

@@ -272,6 +272,9 @@ def test_keys(address: tuple[str, int], client: openai.OpenAI) -> None:
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").models.list()
     assert asked(address, "/health", None, "wrong")[:2] == (200, {"status": "ok"})
+    for words, expected in ((f"bearer {KEY}", 200), (KEY, 401), (f"Basic {KEY}", 401)):
+        url, headers = "http://{}:{}/v1/models".format(*address), {"authorization": words}
+        assert httpx.get(url, headers=headers).status_code == expected
     assert [one.id for one in client.models.list()] == ["small"]
     assert client.models.retrieve("small").id == "small"
     with pytest.raises(openai.NotFoundError):

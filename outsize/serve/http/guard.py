@@ -66,8 +66,10 @@ class Guard:
     def _known(self, path: str, said: bytes) -> None:
         if not self._keys or path in OPEN:
             return
-        key = said.removeprefix(b"Bearer ")
-        if not any([hmac.compare_digest(key, one) for one in self._keys]):
+        scheme, _, key = said.partition(b" ")
+        if scheme.lower() != b"bearer" or not any(
+            [hmac.compare_digest(key, one) for one in self._keys]
+        ):
             raise _Refused(401, "no key of this server; expected Authorization: Bearer KEY")
 
 
