@@ -165,9 +165,9 @@ def check_request(model: Decoder, ids: Sequence[int], max_new_tokens: int) -> No
         raise OutsizeError(f"max_tokens is {max_new_tokens}; expected 0 or more")
     if not ids:
         raise OutsizeError("the prompt has no tokens; expected at least one, such as the start id")
-    odd = [one for one in {type(token): token for token in ids}.values()
-           if not isinstance(one, Integral)]  # fmt: skip
-    wrong = odd or [token for token in ids if not 0 <= token < config.vocab]
+    kinds: dict[type, object] = {type(token): token for token in ids}
+    odd = [one for one in kinds.values() if not isinstance(one, Integral)]
+    wrong: Sequence[object] = odd or [token for token in ids if not 0 <= token < config.vocab]
     if wrong:
         raise OutsizeError(
             f"the prompt has token {wrong[0]}; expected 0 to {config.vocab - 1}, the model's "
