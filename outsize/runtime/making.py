@@ -25,6 +25,7 @@ from outsize.runtime.job import Job
 from outsize.runtime.method import method_of
 from outsize.runtime.native import NativeFlow
 from outsize.runtime.recipe import ALONE, Here, Recipe
+from outsize.runtime.runners import check_paths
 from outsize.runtime.storage.states import Fill
 
 Cuts = Mapping[str, Cut]
@@ -51,6 +52,7 @@ class NativeModel:
 
     def part(self, plan: Plan, here: Here) -> tuple[Flow, Cuts]:
         """Leaves of the decoder what this worker has of it."""
+        check_paths(self.model.config, plan)
         cuts = divide(self.model, here.world, plan, here.line)
         execution = replace(execution_of(plan.mesh, here.world), loss=self.loss)
         return NativeFlow(self.model, plan, self.options, execution), cuts

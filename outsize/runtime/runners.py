@@ -7,13 +7,16 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from outsize.errors import OutsizeError
 from outsize.models.config import DecoderConfig
 from outsize.models.seams import Context
 from outsize.models.wiring import AnyBlock
 from outsize.plan import Plan
+from outsize.plan.approximate import PARTIAL
 from outsize.registry import Registry
 from outsize.runtime.again import Call
 from outsize.runtime.spill import Spill
+from outsize.schedule.pipelined import bounds_of, coarse_of
 
 
 class StageRecord(Protocol):
@@ -67,3 +70,20 @@ def check_blocks(config: DecoderConfig, plan: Plan, noise: bool) -> None:
     """Refuse what the plan's way to run blocks cannot have. noise: dropout is wanted."""
     if (runner := runner_of(plan)) is not None:
         runner.check(config, plan, noise)
+
+
+def check_paths(config: DecoderConfig, plan: Plan) -> None:
+    """Refuse microbatches that leave stages out where these do not give what they take."""
+    if PARTIAL not in plan.approximate or config.wiring is None:
+        return
+    bounds = bounds_of(plan, coarse_of(plan).placement.stages)
+    lasts = [plan.stages[end - 1].last - 2 for end in bounds[1:-1]]  # the first segment is no block
+    every = [config.wiring.width(layer, 1) for layer in (*lasts, len(config.layers) - 1)]
+    if len(set(every)) > 1:
+        numbers = ", ".join(f"{x:g}" for x in every)
+        raise OutsizeError(
+            f"plan: pipeline.schedule is {plan.pipeline.schedule!r}, by which microbatches leave"
+            f" stages out, but with {config.wiring.key} these give {numbers} times the"
+            " model's features: set pipeline.cuts so that the first stage has every block that"
+            " gives others, or choose another schedule"
+        )

@@ -108,8 +108,8 @@ def attend(
     lengths = [b - a for a, b in pairwise(bounds) if b > a]
     if not lengths:
         return torch.cat((v_TGW[:0],) * q_THK.shape[1], 1)
-    parts = zip(*(x.split(lengths) for x in (q_THK, k_TGK, v_TGW)), strict=True)
-    return torch.cat([_document(*part, spec) for part in parts])
+    parts = zip(q_THK.split(lengths), k_TGK.split(lengths), v_TGW.split(lengths), strict=True)
+    return torch.cat([_document(q_SHK, k_SGK, v_SGW, spec) for q_SHK, k_SGK, v_SGW in parts])
 
 
 def _document(q_SHK: Tensor, k_SGK: Tensor, v_SGW: Tensor, spec: AttendSpec) -> Tensor:

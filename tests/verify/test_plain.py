@@ -159,6 +159,20 @@ def test_rows_that_leave_segments_out_go_the_plans_ways():
     assert compare(left_out, whole, "float64").worst > 1e-3
 
 
+@pytest.mark.parametrize("wired", [{"kraken_ways": 2}, {"ladder_from": 1}])
+def test_stages_that_are_left_out_give_what_they_take(wired):
+    """Wired blocks give more than the first ones take: draw 110008 of eight workers."""
+    case = case_of(
+        changes={**wired, "num_hidden_layers": 4}, mesh=Mesh(pipeline=3), rows=6, segments=6,
+        pipeline=Pipelined("skip-pipe:0.5", (1, 3)), approximate=(PARTIAL,), stages=per_segment(6),
+        steps=1,
+    )  # fmt: skip
+    with pytest.raises(OutsizeError, match=r"give 1, \d, 2 times the model's features"):
+        verify(case, own=False)
+    whole = replace(case.plan.pipeline, cuts=(3, 4))
+    assert verify(replace(case, plan=replace(case.plan, pipeline=whole)), own=False).holds
+
+
 def test_ways_of_adopted_modules_are_their_own():
     own = Adopted(torch.nn.Linear(2, 2), lambda step, rows: None, lambda out, batch: out, len)
     with pytest.raises(OutsizeError, match="Linear is an adopted module, whose own forward calls"):
