@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from outsize import accelerator
 from outsize.models.seams import Context
 from outsize.runtime.casts import Casts
+from outsize.runtime.trees import Tree, flatten, unflatten
 from outsize.torch_private import (
-    TreeSpec,
     buffers_here,
     rehearsing,
-    tree_flatten,
-    tree_unflatten,
 )
 
 Leaves = list[Tensor]
@@ -34,11 +32,11 @@ class Call:
 
     def __init__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.forward, self.casts = forward, Casts()
-        leaves, self.spec = tree_flatten((args, kwargs))
+        leaves, self.spec = flatten((args, kwargs), frozen=True)
         self.tensors: Leaves = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self.out_spec: TreeSpec | None = None
+        self.out_spec: Tree | None = None
         self.out_rest: list[Any] = []
 
     def run(self, tensors: Leaves) -> Leaves:
@@ -46,9 +44,9 @@ class Call:
         leaves = list(self.rest)
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
-        args, kwargs = tree_unflatten(leaves, self.spec)
+        args, kwargs = unflatten(leaves, self.spec)
         with self.casts.within():
-            outs, self.out_spec = tree_flatten(self.forward(*args, **kwargs))
+            outs, self.out_spec = flatten(self.forward(*args, **kwargs))
         self.out_rest = [None if isinstance(out, Tensor) else out for out in outs]
         self._out_tensor = [isinstance(out, Tensor) for out in outs]
         return [out for out in outs if isinstance(out, Tensor)]
@@ -61,7 +59,7 @@ class Call:
             next(given) if is_tensor else rest
             for rest, is_tensor in zip(self.out_rest, self._out_tensor, strict=True)
         ]
-        return tree_unflatten(leaves, self.out_spec)
+        return unflatten(leaves, self.out_spec)
 
 
 class Replay:

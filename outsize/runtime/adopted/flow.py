@@ -14,7 +14,8 @@ and their gradients go back to it. Random numbers that glue draws are each worke
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from torch import Tensor, nn
 
 from outsize.errors import OutsizeError
 from outsize.parallel.execution import check_adopted
-from outsize.plan import Plan, Precision
+from outsize.plan import DEVICE, Plan, Precision, Rest
 from outsize.plan.plan import per_segment
 from outsize.runtime.adopted.absent import Place, Source, absent_like, instead, parameters_instead
+from outsize.runtime.adopted.aside import Away, called_late
 from outsize.runtime.adopted.reach import DRAW, Outlines, Reach, Tracer, find_reach
 from outsize.runtime.adopted.walk import AdoptedWalk, Share
 from outsize.runtime.casts import Casts
@@ -83,12 +85,15 @@ class AdoptedFlow:
         self._current: AdoptedWalk | Tracer | None = None
         self._reach = reach
         self._shares: dict[frozenset[int], Share] = {}
+        self._going_back: int | None = None  # the segment that is differentiated
         self._entered = [
             intercept(block, self._entry(index, block.forward))
             for index, block in enumerate(self.blocks)
         ]
         self.segments = _segments(model, blocks, self._reach)
         self.uses = _uses(model, self.blocks, self.segments, self._reach)
+        self._below = any(stage.rest != Rest() for stage in plan.stages)
+        self._away = self._elsewhere()
 
     def _entry(self, index: int, plain: Callable[..., Any]) -> Callable[..., Any]:
         """A forward that gives the call over to the walk that is under way, if any."""
@@ -97,6 +102,9 @@ class AdoptedFlow:
         def forward(*args: Any, **kwargs: Any) -> Any:
             walk = self._current
             if walk is None or greenlet.getcurrent() is not walk.glue:
+                late = self._going_back not in (None, index + 1)
+                if late and (self._below or self._reach is not None):
+                    raise called_late(self.paths[index])
                 return plain(*args, **kwargs)
             self._current = None  # what a block does inside is its own matter
             try:
@@ -146,12 +154,34 @@ class AdoptedFlow:
         before, self._current = self._current, walk
         grad, casts = torch.is_grad_enabled(), Casts()
         try:
-            with instead(places):
+            with instead(places), Away(self._away) if self._away else nullcontext():
                 return switch()
         finally:
             torch.set_grad_enabled(grad)
             casts.enter()
             self._current = before
+
+    @contextmanager
+    def going_back(self, segment: int) -> Iterator[None]:
+        """While a segment, and code before it, is differentiated."""
+        before, self._going_back = self._going_back, segment
+        try:
+            yield
+        finally:
+            self._going_back = before
+
+    def _elsewhere(self) -> Mapping[int, str]:
+        """Parameters of blocks that are on the device with their block alone, where it is not
+        known which of them the code around the blocks reads."""
+        if self._reach is not None:
+            return {}
+        below = {
+            i
+            for stage in self.plan.stages
+            if (stage.rest.parameters, stage.rest.gradients) != (DEVICE, DEVICE)
+            for i in range(max(1, stage.first), min(stage.last, len(self.blocks) + 1))
+        }
+        return {id(p): name for i in below for name, p in self.segments[i][1]}
 
     # -- one worker of a pipeline ----------------------------------------------------------------
 

@@ -29,12 +29,12 @@ from outsize.runtime.adopted.absent import (
     parameters_instead,
 )
 from outsize.runtime.again import Call
+from outsize.runtime.trees import unflatten
 from outsize.torch_private import (
     DispatchMode,
     disable_current_modes,
     tree_leaves,
     tree_map,
-    tree_unflatten,
 )
 
 _PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, type(None))
@@ -166,7 +166,7 @@ def _rebuilt(call: Call, of: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
     leaves = list(call.rest)
     for place, tensor in zip(call.places, call.tensors, strict=True):
         leaves[place] = of(tensor)
-    args, kwargs = tree_unflatten(leaves, call.spec)
+    args, kwargs = unflatten(leaves, call.spec)
     return args, kwargs
 
 

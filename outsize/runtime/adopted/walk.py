@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from outsize.errors import OutsizeError
 from outsize.runtime.adopted.absent import Absent, Place, Source, form_of, said
+from outsize.runtime.adopted.aside import Written, own_graphs, passing, unchanged
 from outsize.runtime.adopted.entered import Entered
 from outsize.runtime.adopted.exchange import Exchange
 from outsize.runtime.adopted.logits import Heads
@@ -73,7 +75,7 @@ class AdoptedWalk:
         """Give a block's call over; comes back with the block's outputs."""
         check_order(index, len(self._calls), self._flow.paths)
         learns = torch.is_grad_enabled()  # the module may freeze a part of itself
-        call = Call(plain, args, kwargs)
+        call = Call(unchanged(self._flow.paths[index], plain), args, kwargs)
         if self._share is not None and index + 1 not in self._share.segments:
             return self._elsewhere(index, call, learns)
         self._check_present(index, call)
@@ -171,18 +173,29 @@ class AdoptedWalk:
         if whole and (entered.learns or self._flow.runner is not None):
             again = "so it cannot be computed again"  # what runs twice must not remember it
             check_kinds(entered.call, path, again, " or set recompute to nothing")
+        written = Written(path, entered.leaves, whole and entered.learns)
+        try:  # among the context variables of the code that called it, as output recorders ask
+            context = self.glue.gr_context or copy_context()
+            context.run(self._forward, entered, path, block, whole, stage)
+        except RuntimeError as error:
+            raise written.refused(error) from None
+        written.check()
+        entered.places = range(len(entered.given))
+
+    def _forward(
+        self, entered: Entered, path: str, block: nn.Module, whole: bool, stage: int
+    ) -> None:
         if not entered.learns:
             with torch.no_grad():
                 record = self._record(entered, path, block, whole, None)
                 entered.given = record.forward(False)
-        else:
-            if whole:
-                entered.replay = Replay(block)
-            entered.record = self._record(entered, path, block, whole, self._spill_of(stage))
-            entered.given = entered.record.forward(not whole)
-            if entered.replay is not None:
-                entered.replay.ended()
-        entered.places = range(len(entered.given))
+            return
+        if whole:
+            entered.replay = Replay(block)
+        entered.record = self._record(entered, path, block, whole, self._spill_of(stage))
+        entered.given = entered.record.forward(not whole)
+        if entered.replay is not None:
+            entered.replay.ended()
 
     def _record(
         self, entered: Entered, path: str, block: nn.Module, whole: bool, spill: Spill | None
@@ -191,7 +204,8 @@ class AdoptedWalk:
         assert call is not None
         if whole and runner is not None:
             return runner.call(path, block, call, entered.leaves, spill)
-        return Record(call.run, entered.leaves, spill, own=False)
+        run = passing(path, call.run) if whole and entered.learns else call.run
+        return Record(run, entered.leaves, spill, own=False)
 
     def _end(self) -> None:
         if self._flow.blocks:  # else the prologue was everything
@@ -237,10 +251,12 @@ class AdoptedWalk:
             if segment == self._last:
                 output, self._output = self._output, None
                 assert output is not None
-                torch.autograd.backward(output, retain_graph=True)
+                with self._flow.going_back(segment), own_graphs():
+                    torch.autograd.backward(output, retain_graph=True)
                 continue
             if segment:
-                self._calls[segment - 1].backward()
+                with self._flow.going_back(segment), own_graphs():
+                    self._calls[segment - 1].backward()
             if segment == 0:
                 self._calls.clear()
 

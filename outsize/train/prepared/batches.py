@@ -66,6 +66,14 @@ def _say(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
+def seen_into(batch: Any) -> Any:
+    """A batch whose tensors PyTorch's trees find: a mapping of a type of its own, as a tokenizer's
+    BatchEncoding, is one leaf to them, and becomes a dictionary."""
+    leaves = tree_leaves(batch)
+    own = isinstance(batch, Mapping) and len(leaves) == 1 and leaves[0] is batch
+    return dict(batch) if own else batch
+
+
 def refuse_empty(batch: Any) -> None:
     """OutsizeError for a batch without a row, or rows without an element: it has no loss."""
     for item in tree_leaves(batch.ids_BS if isinstance(batch, Batch) else batch):

@@ -25,9 +25,9 @@ from outsize.runtime.generating import Generated
 from outsize.schedule.kept import PARAMETERS
 from outsize.simulate import Forecast
 from outsize.train.prepared import states
-from outsize.train.prepared.batches import refuse_empty, rows_in, tokens_of
+from outsize.train.prepared.batches import refuse_empty, rows_in, seen_into, tokens_of
 from outsize.train.prepared.making import Preparing, refuse_small_budget
-from outsize.train.prepared.module import Guard, without_caches
+from outsize.train.prepared.module import Guard, buffers_now, without_caches
 from outsize.train.prepared.optimizers import Handed
 from outsize.train.prepared.options import Settings
 from outsize.train.prepared.statistics import moved_once
@@ -113,16 +113,18 @@ class Prepared:
         optimizer's first states.
         """
         before = torch.get_rng_state() if self._job is None else None
+        began = buffers_now(self.model) if before is not None and self.settings.whole else None
         try:
             return self._stepped(batch, lr)
         except Uncut:
-            if before is None or not self.settings.whole:
+            if before is None or began is None:
                 raise
             # Blocks that were found and are not called once each, in order, are no blocks.
             if self._job is not None:
                 self._job.close()
                 self._job = None
             torch.set_rng_state(before)
+            began()
             self.preparing.settings = replace(self.settings, blocks=())
             return self._stepped(batch, lr)
 
@@ -248,7 +250,7 @@ def _checked(model: nn.Module, batch: Any, lr: float | None, handed: Handed) -> 
     """A batch as a job takes it, and a rate and settings that it can have."""
     check_rate(lr)
     handed.follow()
-    made = tokens_of(batch, model.config.vocab) if isinstance(model, Decoder) else batch
+    made = tokens_of(batch, model.config.vocab) if isinstance(model, Decoder) else seen_into(batch)
     refuse_empty(made)
     return made
 

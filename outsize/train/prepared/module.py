@@ -15,6 +15,7 @@ from outsize.errors import OutsizeError
 from outsize.models.plugged import record_of
 from outsize.parallel.automatic.derive import Derived, derive
 from outsize.runtime.adopted.flow import arguments
+from outsize.torch_private import buffers_here
 
 Blocks = Sequence[tuple[str, nn.Module]]
 
@@ -54,6 +55,23 @@ def without_caches(model: nn.Module) -> Callable[[], None]:
     def undo() -> None:
         for config in on:
             config.use_cache = True
+
+    return undo
+
+
+def buffers_now(model: nn.Module) -> Callable[[], None]:
+    """What puts a module's buffers back as they are now."""
+    now = [
+        (buffers_here(module), name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in buffers_here(module).items()
+        if buffer is not None
+    ]
+
+    def undo() -> None:
+        for home, name, buffer, value in now:
+            buffer.detach().copy_(value)
+            home[name] = buffer
 
     return undo
 

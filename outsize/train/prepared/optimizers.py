@@ -16,7 +16,7 @@ from outsize.optim.parse import parse
 from outsize.runtime import Job
 from outsize.runtime.handlers.training import Training
 from outsize.runtime.recipe import Group, Recipe
-from outsize.torch_private import mark_stepped
+from outsize.torch_private import disable_current_modes, mark_stepped
 from outsize.train.prepared import states
 
 
@@ -119,7 +119,8 @@ def _converted(optimizer: Optimizer | torch.optim.Optimizer | str) -> Optimizer:
 
 def _groups_now(optimizer: torch.optim.Optimizer) -> list[Group]:
     """Settings as they are now: a scheduler may have changed them."""
-    return [Group(g["weight_decay"], float(g["lr"])) for g in optimizer.param_groups]
+    with disable_current_modes():  # a rate may be a tensor, whose value a forecast has too
+        return [Group(g["weight_decay"], float(g["lr"])) for g in optimizer.param_groups]
 
 
 def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:

@@ -372,6 +372,12 @@ def _losses(
 
 
 def _precision(model: nn.Module, name: str | None) -> Precision:
+    for path, p in model.named_parameters():
+        if p.is_complex():
+            raise OutsizeError(
+                f"parameter {path!r} is of {p.dtype}, and optimizers here take real numbers; keep"
+                " torch.view_as_real(it), and torch.view_as_complex in the forward"
+            )
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if name is None and len(dtypes) > 1:
         raise OutsizeError(
