@@ -23,8 +23,7 @@ def find_blocks(
     """The blocks of a model as (path, module), in the order of the module tree.
 
     pattern: shell-style path patterns such as "encoder.layers.*", of several in their order; None:
-    find them. A model
-    without blocks is an error that says what was looked at.
+    find them. A model without blocks is an error that says what was looked at.
     """
     if pattern is not None:
         return _named(model, [pattern] if isinstance(pattern, str) else list(pattern))
@@ -42,6 +41,10 @@ def _named(model: nn.Module, patterns: list[str]) -> list[tuple[str, nn.Module]]
     def matches(name: str, pattern: str) -> bool:
         return fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")
 
+    if not patterns:
+        raise OutsizeError(
+            "blocks is []; expected path patterns as ['encoder.layers.*'], or None to find them"
+        )
     every = [(name, module) for name, module in model.named_modules() if name]
     found = list(dict.fromkeys(pair for p in patterns for pair in every if matches(pair[0], p)))
     if not found:

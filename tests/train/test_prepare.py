@@ -364,6 +364,8 @@ def test_models_that_cannot_be_split_say_why_naming_the_module():
         prepare(Twice(), "adamw", blocks="blocks.*").step(torch.randn(2, 4))
     with pytest.raises(OutsizeError, match="name no module"):
         prepare(Twice(), "adamw", blocks="layers.*")
+    with pytest.raises(OutsizeError, match=r"blocks is \[\]; expected path patterns"):
+        prepare(Twice(), "adamw", blocks=[])
     with pytest.raises(OutsizeError, match=r"expected a scalar|no loss"):
         prepare(ResNet(), "adamw").step(torch.randn(2, 3, 8, 8))
     with pytest.raises(OutsizeError, match="BatchNorm2d"):
