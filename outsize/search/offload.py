@@ -335,14 +335,18 @@ class Search:
         def tight(variant: Variant) -> Passing:
             return self.passings(variant)[-1]
 
+        def lowest(variant: Variant) -> tuple[int, ...]:  # a pool may take more than it spares
+            return tuple(
+                min(range(top, -1, -1), key=lambda n: variant.held(place, n, tight(variant)))
+                for place, top in enumerate(variant.levels)
+            )
+
         def least(some: Sequence[Variant]) -> list[Variant]:
-            return sorted(some, key=lambda variant: variant.peak(variant.levels, tight(variant)))[
-                :2
-            ]
+            return sorted(some, key=lambda one: one.peak(lowest(one), tight(one)))[:2]
 
         found: list[Forecast] = []
         for variant in (variant for some in ways for variant in least(some)):
-            choice = self.choice(variant, variant.levels, tight(variant))
+            choice = self.choice(variant, lowest(variant), tight(variant))
             if choice is not None:
                 found.append(self.forecaster.forecast(self.plan(choice, pool=0)))
         if not found:
@@ -355,6 +359,7 @@ class Search:
 
 def _budget_short(smallest: Forecast, budget: int) -> OutsizeError:
     below = ", ".join(f"{format_bytes(n)} on {tier}" for tier, n in smallest.below.items())
+    below = below or "nothing below the device"
     return OutsizeError(
         f"memory budget of {format_bytes(budget)} ({budget} bytes) is too small:"
         f" {counted(smallest.peak - budget, 'byte')} missing{_where(smallest)}; the"

@@ -4,6 +4,7 @@ loop; what rests below cannot be computed with by mistake."""
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -185,3 +186,22 @@ def test_a_tier_without_a_budget_and_too_small_ones_are_refused(tmp_path) -> Non
     with pytest.raises(OutsizeError, match=r"bytes missing; the smallest plan needs"):
         job.step(images(0))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_least_that_is_named_runs_where_a_pool_takes_more_than_it_spares(tmp_path):
+    """Blocks of 6 x 6 in pieces of a file take three times what they do on the device."""
+
+    def stepped(memory):
+        layers = (nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        model = nn.Sequential(nn.Linear(4, 6), *layers, nn.Linear(6, 2)).double()
+        prepare(
+            model, "sgd", memory, disk=f"{tmp_path}:1GiB", loss=lambda y, batch: y.square().mean(),
+            blocks=[f"{i}" for i in range(1, 4)],
+        ).step(torch.ones(5, 4, dtype=torch.float64))  # fmt: skip
+
+    with pytest.raises(OutsizeError, match="is too small") as refusal:
+        stepped(2000)
+    least = int(re.search(r"\((\d+) bytes\) with nothing below", str(refusal.value))[1])
+    stepped(least)
+    with pytest.raises(OutsizeError, match="1 byte missing"):
+        stepped(least - 1)
