@@ -5,8 +5,6 @@
 
 from typing import TYPE_CHECKING
 
-# Not when it is asked for: a module has the same name as the function.
-from outsize.hardware.catalogue import catalogue, names
 from outsize.lazy import importing
 
 if TYPE_CHECKING:
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
         Talked,
         Tier,
     )
+    from outsize.hardware.named import catalogue, names
     from outsize.hardware.spec import parse_spec, read_cluster
 
 __getattr__ = importing(__name__)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from outsize.errors import OutsizeError
-from outsize.hardware.catalogue import catalogue
 from outsize.hardware.cluster import FAR, Cluster, Group, Level, latency
 from outsize.hardware.devices import ROWS
 from outsize.hardware.hardware import Rate
+from outsize.hardware.named import catalogue
 
 
 def resized(cluster: Cluster, count: int) -> Cluster:

@@ -20,11 +20,11 @@ from typing import Literal
 
 from outsize import typed
 from outsize.errors import OutsizeError
-from outsize.hardware.catalogue import catalogue, known
 from outsize.hardware.cluster import FAR, NEAR, Cluster, Group, Level, latency, of_machine, rated
 from outsize.hardware.devices import ROWS
 from outsize.hardware.form import loads
 from outsize.hardware.hardware import Device, Hardware, Rate, Tier
+from outsize.hardware.named import catalogue, known
 from outsize.hardware.shared import shared
 from outsize.texts import read_text
 

@@ -16,7 +16,6 @@ from outsize.plan.approximate import PARTIAL
 from outsize.registry import Registry
 from outsize.runtime.again import Call
 from outsize.runtime.spill import Spill
-from outsize.schedule.pipelined import bounds_of, coarse_of
 
 
 class StageRecord(Protocol):
@@ -76,6 +75,9 @@ def check_paths(config: DecoderConfig, plan: Plan) -> None:
     """Refuse microbatches that leave stages out where these do not give what they take."""
     if PARTIAL not in plan.approximate or config.wiring is None:
         return
+    # Not above: whoever generates needs no schedules of pipelines.
+    from outsize.schedule.pipelined import bounds_of, coarse_of
+
     bounds = bounds_of(plan, coarse_of(plan).placement.stages)
     lasts = [plan.stages[end - 1].last - 2 for end in bounds[1:-1]]  # the first segment is no block
     every = [config.wiring.width(layer, 1) for layer in (*lasts, len(config.layers) - 1)]

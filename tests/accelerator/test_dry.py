@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outsize.hardware import form
-from outsize.hardware.catalogue import catalogue
+from outsize.hardware.named import catalogue
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # A process of its own, since cases are forked from a server that has imported what they need.

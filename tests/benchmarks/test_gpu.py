@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from outsize.hardware import form
-from outsize.hardware.catalogue import catalogue
+from outsize.hardware.named import catalogue
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
