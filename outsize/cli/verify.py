@@ -27,6 +27,7 @@ DRAWN_WORKERS = 8
 PRECISIONS = ("float64", "float32", "bfloat16")
 STEPS = 3
 SERVED = 20  # draws of --serve where nobody says how many
+TOLD = 20  # draws from line to line where there is no terminal
 _NOT_OF_DRAWS = (
     "target", "mesh", "zero", "shards", "sequence_parallel", "sets", "steps", "resume"
 )  # fmt: skip
@@ -266,7 +267,7 @@ def _served(target: str | None, asked: Asked, as_json: bool) -> int:
     subject = draw_served.subject_of(target)
     again = partial(served.command, target=target, precision=asked.precision)
     every = served.outcomes(asked.seeds, subject, asked.precision)
-    return _summed(_told(every, asked.count, again, as_json), again, as_json, draw_served.features)
+    return _told(every, asked.count, again, as_json, draw_served.features)
 
 
 def _random(asked: Asked, as_json: bool) -> int:
@@ -282,23 +283,36 @@ def _random(asked: Asked, as_json: bool) -> int:
     again = partial(many.command, workers=workers, processes=processes, precision=precision)
     judged_by = judge if processes else None
     every = many.outcomes(asked.seeds, workers, judged_by, precision, asked.device)
-    return _summed(_told(every, asked.count, again, as_json), again, as_json)
+    return _told(every, asked.count, again, as_json)
 
 
 def _told(
-    every: Iterable[Outcome], count: int, again: Callable[[Any], str], as_json: bool
-) -> list[Outcome]:
-    """Each as it comes: of one that does not hold what it is, and what repeats it."""
+    every: Iterable[Outcome],
+    count: int,
+    again: Callable[[Any], str],
+    as_json: bool,
+    named: Callable[[Any], Iterable[str]] | None = None,
+) -> int:
+    """Each as it comes: of one that does not hold what it is, and what repeats it; then all that
+    there were, also where they are interrupted. Gives the exit code. named: what a draw has."""
     from outsize.screen import console, say
 
-    found, out = [], console()
-    with out.status("", spinner_style="dim") as status:
-        for one in every:
-            found.append(one)
-            status.update(f"{len(found)} of {count} draws")
-            if not one.holds and not as_json:
-                say(out, f"{one.fault}\n  {one.drawn}\n  {again(one.drawn)}")
-    return found
+    found: list[Outcome] = []
+    out = console()
+    try:
+        with out.status("", spinner_style="dim") as status:
+            for one in every:
+                found.append(one)
+                so_far = f"{len(found)} of {count} draws"
+                status.update(so_far)
+                if not one.holds and not as_json:
+                    say(out, f"{one.fault}\n  {one.drawn}\n  {again(one.drawn)}")
+                if not (out.is_terminal or as_json) and len(found) % TOLD == 0:
+                    say(out, so_far)  # for whoever reads the file that it goes to
+    except KeyboardInterrupt:
+        _summed(found, again, as_json, named)
+        raise
+    return _summed(found, again, as_json, named)
 
 
 def _summed(

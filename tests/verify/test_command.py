@@ -15,6 +15,7 @@ from torch import nn
 
 from outsize.cli.main import main
 from outsize.verify import Adopted
+from outsize.verify.draw import Drawn, draws
 
 RUN = """
 model: tiny
@@ -153,6 +154,22 @@ def test_random_draws_and_how_to_repeat_them(home, monkeypatch):
     assert "outsize verify --random 1 --seed 5 --workers 2" in shown.output
     found = json.loads(invoke("--random", 1, "--seed", 5, "--workers", 2, "--json").stdout)
     assert found["faults"][0]["again"] == "outsize verify --random 1 --seed 5 --workers 2"
+
+
+def test_draws_say_how_far_they_are_and_what_there_was_when_they_are_interrupted(monkeypatch):
+    from outsize.verify import many
+
+    drawn = next(one for one in draws(1, 1) if isinstance(one, Drawn))
+
+    def interrupted(*_):
+        yield from (many.Outcome(drawn, 1e-12, "", (), 1.0) for _ in range(41))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(many, "outcomes", interrupted)
+    shown = invoke("--random", 100, "--workers", 1)
+    assert shown.exit_code == 130
+    assert shown.stdout.splitlines()[:2] == ["20 of 100 draws", "40 of 100 draws"]
+    assert "41 of 41 draws hold in float64" in shown.stdout
 
 
 # -- somebody's own module -------------------------------------------------------------------------
