@@ -229,6 +229,7 @@ def main() -> None:
             OVER_NAIVE,
             "%",
             nothing=0.0,
+            other="naive use is states as they come, not pages in turn",
             how="simulated",
         ),
         holds={"weights equal bit for bit": same},
