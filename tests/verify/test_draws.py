@@ -156,8 +156,8 @@ class Judged:
 
 
 def test_a_difference_is_excused_by_the_plain_run_alone(monkeypatch):
-    """A draw whose plain run comes as far from itself is drawn again; a larger difference, one of a
-    draw that is well conditioned, and one that is no number are faults."""
+    """A draw whose plain run comes as far from itself, to three figures, is drawn again; a larger
+    difference, one of a draw that is well conditioned, and one that is no number are faults."""
     moved, asked = 3e-8, []
 
     def rounding(case):
@@ -165,7 +165,7 @@ def test_a_difference_is_excused_by_the_plain_run_alone(monkeypatch):
         return moved
 
     monkeypatch.setattr(many, "own_rounding", rounding)
-    verdicts = iter([2e-8, 2e-8, 5e-8])
+    verdicts = iter([2e-8, 3.0002e-8, 3.01e-8])
     (found,) = outcomes([3], 2, lambda case: Judged(next(verdicts)))
     assert found.refused.count(ROUNDED) == 2 and not found.holds and len(asked) == 3
     (found,) = outcomes([3], 2, lambda case: Judged(float("inf")))
