@@ -310,7 +310,8 @@ def _told(
                 if not (out.is_terminal or as_json) and len(found) % TOLD == 0:
                     say(out, so_far)  # for whoever reads the file that it goes to
     except KeyboardInterrupt:
-        _summed(found, again, as_json, named)
+        if found:
+            _summed(found, again, as_json, named)
         raise
     return _summed(found, again, as_json, named)
 
