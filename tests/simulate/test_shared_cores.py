@@ -254,15 +254,20 @@ def pipeline_forecast(name: str, workers: int = 4, rows: int = 8, data: int = 1,
     return predict_plan(config, request, plan, catalogue("H200", plan.mesh.size))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "interleaved:2", *REAL[:1], *REAL[2:]])
-def test_a_forecast_of_cores_apart_is_as_it_was(name):
-    """With the times that it has of its actions itself; its bytes stay whatever the times are."""
-    made = pipeline_forecast(name)
-    known = {
+def taken(made):
+    """The seconds that a forecast has of what is computed."""
+    return {
         (event.kind, event.stage): event.end - event.start
         for event in made.trace.events
         if event.lane == "compute" and event.kind != "NORM"
     }
+
+
+@pytest.mark.parametrize("name", ["gpipe", "interleaved:2", *REAL[:1], *REAL[2:]])
+def test_a_forecast_of_cores_apart_is_as_it_was(name):
+    """With the times that it has of its actions itself; its bytes stay whatever the times are."""
+    made = pipeline_forecast(name)
+    known = taken(made)
     same = on_cores(made, known, ())
     assert same.seconds == pytest.approx(made.seconds, rel=0.02)
     shared = on_cores(made, known, (1.0,))
@@ -278,11 +283,7 @@ def test_a_forecast_of_cores_apart_is_as_it_was(name):
 def test_copies_of_a_pipeline_with_states_that_are_cut_are_as_they_were(name, cut):
     """By the times of whole states, which one worker has alone; on one core all copies' work."""
     made, whole = (pipeline_forecast(name, workers=2, data=2, cut=n) for n in (cut, 1))
-    known = {
-        (event.kind, event.stage): event.end - event.start
-        for event in whole.trace.events
-        if event.lane == "compute" and event.kind != "NORM"
-    }
+    known = taken(whole)
     same = on_cores(made, known, ())
     assert same.seconds == pytest.approx(made.seconds, rel=0.02)
     assert alone(same.trace, made.trace) == ([], [])
