@@ -12,10 +12,13 @@ for _i, _letter in enumerate("kmgtp", start=1):
     _UNITS[_letter + "b"] = 1000**_i
 
 
-def parse_bytes(text: str | int) -> int:
+def parse_bytes(text: object) -> int:
     """Bytes of "2GiB" (1024^3), "2GB" (1000^3), "2G" (1024^3) or a plain number of bytes."""
     if isinstance(text, int) and text >= 0:
         return text
+    if not isinstance(text, str | int | float):
+        kind = type(text).__name__
+        raise OutsizeError(f"a memory size is text or a number, as 512MiB or 2GiB; here a {kind}")
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(text))
     if not match or match[2].lower() not in _UNITS:
         raise OutsizeError(f"memory size {text!r} is not understood; write it as 512MiB or 2GiB")

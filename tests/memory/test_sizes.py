@@ -37,6 +37,11 @@ def test_what_is_refused_names_the_value_and_the_form(text):
     assert repr(text) in str(caught.value)
 
 
+def test_a_batch_where_a_size_belongs_is_named_by_its_kind_alone():
+    with pytest.raises(OutsizeError, match=r"^a memory size is text .* here a dict$"):
+        parse_bytes({"ids": [1] * 1000})
+
+
 def test_numbers_are_bytes():
     assert parse_bytes(12345) == 12345
 
