@@ -45,6 +45,10 @@ def load_yaml(text: str, source: str) -> Any:
     """YAML as plain values. OutsizeError, naming `source`, for what is not YAML or names a key
     twice."""
     try:
+        return yaml.load(text, _Quick)
+    except (yaml.YAMLError, UnicodeEncodeError):
+        pass  # PyYAML's own shows the line that it cannot read
+    try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise OutsizeError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
@@ -60,7 +64,7 @@ def dump_yaml(value: Any, **said: Any) -> str:
     return text
 
 
-class _Loader(yaml.SafeLoader):
+class _Once(yaml.constructor.SafeConstructor):
     """A mapping that says a key twice would otherwise keep the second in silence."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -73,6 +77,14 @@ class _Loader(yaml.SafeLoader):
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+class _Loader(_Once, yaml.SafeLoader):
+    """In Python alone."""
+
+
+# As said of _Dumper; its errors show no lines.
+_Quick: Any = type("_Quick", (_Once, getattr(yaml, "CSafeLoader", yaml.SafeLoader)), {})
 
 
 def read(kind: Any, value: Any, source: str, path: str = "") -> Any:

@@ -56,9 +56,7 @@ def build(
 
     _place(model, set(_names(model)), bare)
     if seed is not None:
-        fill = initial_fill(model, seed, device)
-        for segment, _ in segments(model):
-            materialise(model, segment, fill)
+        _place(model, set(_names(model)), initial_fill(model, seed, device))
     return model
 
 

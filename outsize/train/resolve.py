@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,9 @@ class Resolved:
     values: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def config(self) -> RunConfig:
+        """The values by section."""
         return config_of(self.values)
 
     def get(self, name: str) -> Any:

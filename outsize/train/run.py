@@ -43,6 +43,7 @@ from outsize.runtime.making import NativeModel, make_job
 from outsize.runtime.recipe import Here
 from outsize.runtime.storage.base_files import BaseFiles
 from outsize.screen import say, show
+from outsize.simulate.kept import mark
 from outsize.techniques import callbacks
 from outsize.techniques.callbacks import Running, Told
 from outsize.texts import read_text, write_text
@@ -182,7 +183,12 @@ def follow(console: Console, worker_group: WorkerGroup) -> int:
     found = None if said["step"] is None else store.load(said["step"])
     model = None if found is None else subject_of(found, resolved)
     hardware = typed.read(Hardware, said["hardware"], "rank 0")
-    setup = set_up(resolved, from_yaml(said["plan"]), model, hardware=hardware)
+    setup = set_up(resolved, from_yaml(said["plan"]), model, hardware=hardware, seen=True)
+    if mark(setup.subject.config) != said["model"]:  # what it has seen to is of its own
+        raise OutsizeError(
+            f"rank {worker_group.rank}: model: {resolved.get('model.name')!r} is another model here"
+            " than on rank 0; expected the same files on every machine"
+        )
     ready = streamed(setup, data_of(setup, console, worker_group))
     return _train(ready, store, found, console, worker_group)
 
@@ -197,6 +203,7 @@ def _say(
         "hardware": typed.plain(ready.setup.hardware),
         "directory": str(store.directory.resolve()),
         "step": None if found is None else found.step,
+        "model": mark(ready.setup.subject.config),
     }
     worker_group.told(RUN, lambda: json.dumps(said))
 

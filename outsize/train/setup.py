@@ -95,14 +95,15 @@ def set_up(
     fit: bool = True,
     hardware: Hardware | None = None,
     exact: bool = False,
+    seen: bool = False,
 ) -> Setup:
     """Fill in what the plan needs, choose the plan (unless given) and predict it.
 
     model: where it is known already. fit: refuse what does not fit in the memory that is free.
     hardware: as the setup of the first worker has it; this machine is probed where none is given.
     exact: the plan is taken as it is, or refused; else one that gives the same numbers is taken
-    where it does not fit. Sets PyTorch's number of threads. OutsizeError for whatever makes the run
-    impossible.
+    where it does not fit. seen: the first worker has seen to the layouts of this plan over this
+    model. Sets PyTorch's number of threads. OutsizeError for whatever makes the run impossible.
     """
     resolved = derive.threads(resolved)
     torch.set_num_threads(resolved.get("threads"))
@@ -129,8 +130,12 @@ def set_up(
     given = plan if exact or plan is not None else plan_of(resolved, model.config)
     if given is None:
         check_cut(request)
-    check_layouts(model.config, request)
-    request = _wired(model.config, request)
+    if seen and plan is not None:
+        settings = request.settings.having(dict(plan.settings.laying.said))
+        request = replace(request, settings=settings, sequence_parallel=plan.sequence_parallel)
+    else:
+        check_layouts(model.config, request)
+        request = _wired(model.config, request)
     if given is not None and (exact or plan is None):
         predicted = _given(model, request, given, hardware, fit)
     elif plan is None:
@@ -138,7 +143,7 @@ def set_up(
     else:
         predicted = _continued(model, request, plan, hardware)
     made = predicted.plan
-    if made.by_rows:  # else it has been asked
+    if made.by_rows and not seen:  # else it has been asked
         laid = replace(request, settings=made.settings, sequence_parallel=made.sequence_parallel)
         check_layouts(model.config, laid)
     predicted.prove()
