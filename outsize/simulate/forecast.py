@@ -95,8 +95,8 @@ class Forecast:
         """Refuse a step or an evaluation that all workers together cannot run exactly."""
         if self.placements:
             first, *others = self.placements
-            prove(train(first, others))
-            prove(evaluate(first, 1, others))
+            train(first, others).prove()
+            evaluate(first, 1, others).prove()
 
     @property
     def peaks(self) -> tuple[int, ...]:
