@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -225,3 +226,12 @@ def test_two_workers_prepare_under_a_plan_file(near, monkeypatch, tmp_path: Path
 
     for losses, made in play(Mesh(data=2), near(work)):
         assert losses == pytest.approx(wanted, rel=1e-5) and made == plan
+
+
+def test_a_worker_with_another_model_than_the_first_is_refused(runs, monkeypatch) -> None:
+    """What the first worker has seen to of its model, nobody sees to again."""
+    monkeypatch.setattr("outsize.train.run.mark", lambda config: str(os.getpid()))
+    sets = runs.sets(train__steps=2, sample__tokens=0, train__save_every=0)
+    words = [word for one in sets for word in ("--set", one)]
+    code, said = runs.ended(runs.command("train", "--workers", "2", *words))
+    assert code == 2 and "rank 1: model: 'tiny' is another model here than on rank 0" in said
