@@ -191,6 +191,18 @@ def test_bidirectional_formulas(devices):
         assert got == pytest.approx((devices - 2) / 2)
 
 
+@pytest.mark.parametrize(("devices", "units"), [(2, 2), (4, 2), (4, 4), (8, 2), (8, 4)])
+@pytest.mark.parametrize("transfer", [0.0, 0.01])
+def test_bitpipe_is_idle_for_the_papers_bubble_with_many_microbatches(devices, units, transfer):
+    """(D - 2) / (3N + D - 2) of a step where B = 2F, and what transfers add is no more than a
+    microbatch's way there and back for each unit; a worker holds what interleaved 1F1B would."""
+    costs, times = Costs(1, 1, 1, transfer), Times(1, 1, 1, transfer)
+    got = play(bitpipe(devices, units * devices, 2, costs), times).run
+    ideal = 3 * units * devices + devices - 2
+    assert ideal - 1e-9 <= got.makespan <= ideal + 4 * devices * units * transfer + 1e-9
+    assert max(got.peaks) <= devices + (devices - 1) / 2
+
+
 @pytest.mark.parametrize("merge", [0.25, 100.0])
 def test_gradients_of_two_copies_are_summed_as_soon_as_both_have_them(merge):
     """Short sums but the last are hidden; long ones follow one another from the first on."""

@@ -2,7 +2,8 @@
 
 A backward goes before a forward, and the microbatch that entered earlier goes first. What a worker
 holds is bounded, and so may be how many microbatches are under way at once. The bidirectional and
-wave schedules are this rule on their placements.
+wave schedules are this rule on their placements. The early rule has it the other way round: a
+forward goes first while there is room, so that no worker lacks a backward later.
 """
 
 from __future__ import annotations
@@ -59,13 +60,16 @@ def best_greedy(
     return min((*tries, *also), key=lambda orders: makespan(place, orders, ticks, paths))
 
 
-def greedy(place: Placement, costs: Costs, held: int, under_way: int) -> list[list[Action]] | None:
-    """The rule's orders, with at most `under_way` microbatches in the pipeline at once.
+def greedy(
+    place: Placement, costs: Costs, held: int, under_way: int, early: bool = False
+) -> list[list[Action]] | None:
+    """The rule's orders, with at most `under_way` microbatches in the pipeline at once. early: of
+    the rule that has forwards first.
 
     None where every worker is full and none has a backward to do, which cannot be when no more are
     under way than may be held.
     """
-    return _Play(place, costs, held, under_way, ()).go()
+    return _Play(place, costs, held, under_way, (), early).go()
 
 
 def makespan(
@@ -121,9 +125,15 @@ class _Play:
     """The state of one run."""
 
     def __init__(
-        self, place: Placement, costs: Costs, held: int, under_way: int, paths: Paths
+        self,
+        place: Placement,
+        costs: Costs,
+        held: int,
+        under_way: int,
+        paths: Paths,
+        early: bool = False,
     ) -> None:
-        self.paths = paths or plain_paths(place)
+        self.paths, self.early = paths or plain_paths(place), early
         self.around = [neighbours(path) for path in self.paths]
         self.place, self.held, self.under_way = place, held + _SLACK, under_way
         self.forward = costs.forward * place.share
@@ -191,8 +201,11 @@ class _Play:
         heappush(self.events, (end, self.place.worker(stage, m), 1, what))
 
     def _best(self, worker: _Worker) -> _Ready | None:
-        if worker.backs:
-            return heappop(worker.backs)
+        ahead = self._ahead(worker) if self.early or not worker.backs else None
+        return heappop(worker.backs) if ahead is None and worker.backs else ahead
+
+    def _ahead(self, worker: _Worker) -> _Ready | None:
+        """The best forward, where there is room for one."""
         if not worker.forwards or worker.held + self.place.share > self.held:
             return None
         if self.inside < self.under_way:
