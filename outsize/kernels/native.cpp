@@ -4,10 +4,10 @@
 // compare it to. A plain C interface and no headers of torch: it compiles in seconds and is loaded
 // with ctypes. Storage is float32 or bfloat16 (dtype 0 or 1). Loops are written for the compiler to
 // vectorise; nothing depends on the order in which threads finish, so that results are bitwise the
-// same run after run with the same number of threads.
-//
-// -ffast-math would lose NaN and infinity: reductions say `omp simd` instead.
+// same run after run with the same number of threads. -ffast-math would lose NaN and infinity:
+// reductions say `omp simd` instead.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -293,16 +293,20 @@ inline int32_t rank_of(float x) {
     return x == x ? bits ^ (bits >> 31 & 0x7fffffff) : INT32_MAX;
 }
 
-// The first of the largest.
+// The first of the largest. A compiler makes vectors of lanes, and none of a single maximum.
 template <class T>
 int64_t greatest(const T* x, int64_t count) {
-    constexpr int64_t SOME = 1024;
-    int32_t most = INT32_MIN;
+    constexpr int64_t SOME = 1024, ACROSS = 64;
     int64_t where = 0;
+    int32_t most = INT32_MIN;
     for (int64_t first = 0; first < count; first += SOME) {
         const int64_t last = std::min(count, first + SOME);
-        int32_t here = INT32_MIN;
-        for (int64_t i = first; i < last; ++i) here = std::max(here, rank_of(wide(x[i])));
+        int32_t lanes[ACROSS];
+        std::fill(lanes, lanes + ACROSS, INT32_MIN);
+        for (int64_t i = first; i < last; i += ACROSS)
+            for (int64_t l = 0, own = std::min(ACROSS, last - i); l < own; ++l)
+                lanes[l] = std::max(lanes[l], rank_of(wide(x[i + l])));
+        const int32_t here = *std::max_element(lanes, lanes + ACROSS);
         if (here > most) most = here, where = first;
     }
     while (rank_of(wide(x[where])) != most) ++where;
