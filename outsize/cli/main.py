@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 from typing import Any
 
@@ -48,6 +49,10 @@ class _Group(click.Group):
             message = f"{error.format_message()}{_ours(error.option_name)}"
         except click.UsageError as error:
             message = error.format_message()
+        except OSError as error:  # of what is printed, where that goes to a file
+            if error.errno != errno.ENOSPC:
+                raise
+            message = f"{error.strerror}, where output or a file goes; free some space there"
         except KeyboardInterrupt:
             click.echo("interrupted; nothing had begun that could be saved", err=True)
             ctx.exit(INTERRUPTED)
