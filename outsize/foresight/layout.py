@@ -52,6 +52,18 @@ class Stack:
     graphs: bool = False  # whether a step is launched as a whole
     parallel: bool = False  # attention and MLP side by side, with one sum each way
     stops: bool = False  # whether computing again ends with the last tensor that a gradient needs
+    summed: float = 0.0  # bytes of a gradient that is added up and summed, where it holds more
+    left: bool = False  # whether the last stage has the layers that whole numbers on others leave
+
+    @property
+    def added(self) -> float:
+        """Bytes of a gradient as it is added up and summed."""
+        return self.summed or self.gradients
+
+    @property
+    def sent(self) -> float:
+        """Bytes of it in a message: of a copy in 16 bits beside one in 32 the latter alone."""
+        return min(4.0, self.added)
 
 
 @dataclass(frozen=True)

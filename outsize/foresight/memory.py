@@ -15,7 +15,7 @@ from outsize.foresight import resting
 from outsize.foresight.layout import Layout, Resting, stored
 from outsize.foresight.shape import Shape
 from outsize.foresight.sources import KERNELS
-from outsize.foresight.step import held, layers_of
+from outsize.foresight.step import held, layers_on
 from outsize.hardware.cluster import Group
 from outsize.hardware.hardware import Device
 
@@ -112,7 +112,7 @@ def _stage(shape: Shape, lay: Layout, place: int) -> Memory:
     last = place == lay.pipeline - 1
     plain, experts = _parameters(shape, lay, place)
     live = _in_flight(lay, place)
-    layers = layers_of(shape.layers, lay.pipeline)[1 if last and place else 0]
+    layers = layers_on(shape.layers, lay)[1 if last and place else 0]
     again = min(lay.whole, layers)
     activations = kept = kept_by(shape, lay, layers) * live
     if again or lay.recompute == "full":  # one layer has all of its own while it is computed again
@@ -150,7 +150,7 @@ def _parameters(shape: Shape, lay: Layout, place: int) -> tuple[float, float]:
     plain, experts = held(shape, lay)
     if lay.pipeline == 1:
         return plain, experts
-    most, behind = layers_of(shape.layers, lay.pipeline)
+    most, behind = layers_on(shape.layers, lay)
     last = place == lay.pipeline - 1
     part = (behind if last else most) / most
     ends = shape.of_vocabulary / (lay.tensor if lay.stack.vocabulary_cut else 1)
@@ -254,7 +254,7 @@ def _gathered(shape: Shape, lay: Layout) -> float:
     plain, experts = held(shape, lay)
     if lay.pipeline > 1:  # all stay from the first microbatch to the last
         return (2 + lay.stack.gradients) * (plain + experts)
-    layers = layers_of(shape.layers, lay.pipeline)[0]
+    layers = layers_on(shape.layers, lay)[0]
     vocab = shape.of_vocabulary / (lay.tensor if lay.stack.vocabulary_cut else 1)
     layer = (plain - vocab) / layers + experts / layers
     return 2 * (2 * layer) + lay.stack.gradients * layer + 2 * vocab

@@ -205,7 +205,7 @@ def _layout(row: Mapping[str, str], numbers: Mapping[str, int | None], source: S
     batch = numbers["global_batch"] or source.batch
     if numbers["micro_batch"] is None:
         assumed.append("microbatch")
-    rows = numbers["micro_batch"] or _said_rows(row["notes"]) or 1
+    rows = numbers["micro_batch"] or _said_rows(row["notes"], p) or 1
     rows = max(1, min(rows, batch // data_axis or 1))
     chunks = numbers["interleave"] or _said_chunks(row["notes"])
     if not chunks:
@@ -239,9 +239,11 @@ def _precision(row: Mapping[str, str]) -> str:
     return _first("precisions", row["precision"].lower(), "precision")
 
 
-def _said_rows(notes: str) -> int:
+def _said_rows(notes: str, stages: int) -> int:
+    """torchtitan cuts a worker's rows into as many microbatches as there are stages where nothing
+    else is said (its option pipeline_parallel_microbatches)."""
     found = re.search(r"local batch (\d+)", notes)
-    return 1 if found else 0
+    return max(1, int(found[1]) // stages) if found else 0
 
 
 def _said_chunks(notes: str) -> int:

@@ -99,7 +99,7 @@ def _window(layout: Layout) -> float:
     microbatches earlier each. Megatron gathers beside the next forward passes too."""
     if not layout.stack.beside_data:
         return 0.0
-    part = 1.0 if layout.stack.family == "megatron" else 2 / 3
+    part = 1.0 if layout.stack.family == "megatron" and layout.states > 1 else 2 / 3
     if layout.chunks == 1:
         return part
     rounds = min(layout.pipeline, layout.microbatches)
@@ -109,12 +109,11 @@ def _window(layout: Layout) -> float:
 def _stages(work: Work) -> tuple[Lanes, Lanes, float]:
     """Lanes of a microbatch on a stage in the middle, and on the last; what Terms call spare."""
     shape, p = work.shape, work.layout.pipeline
-    layers = shape.layers + shape.parts.further
     middle, last = lanes(), lanes()
-    most, behind = layers_of(layers, p)
+    most, behind = layers_on(shape.layers, work.layout, shape.parts.further)
     how = work.layout.vocabulary
     if how == "moved" and p > 1:
-        most, behind = _moved(work, layers)
+        most, behind = _moved(work, shape.layers + shape.parts.further)
     again = min(work.layout.whole, most)
     add(middle, work.layer, most - again)
     add(last, work.layer, max(0, behind - again))
@@ -166,6 +165,19 @@ def layers_of(layers: int, stages: int) -> tuple[float, float]:
     return math.ceil(layers / stages), layers // stages
 
 
+def layers_on(layers: int, lay: Layout, further: int = 0) -> tuple[float, float]:
+    """The same of a layout's stages. further: layers that predict later tokens, which a stack that
+    leaves the rest to its last stage has there (Megatron-Bridge's layouts of DeepSeek-V3: of 61
+    layers 4 on each of 15 chunks and 1 on the last; DeepSpeed, of 78 on 12 stages: 7 and 1)."""
+    p = lay.pipeline
+    most, behind = layers_of(layers + further, p)
+    if not lay.stack.left or p == 1 or not (layers + 2) % p:
+        return most, behind
+    most = math.ceil(layers / (p * lay.chunks)) * lay.chunks
+    left = layers - (p - 1) * most
+    return (most, left + further) if left > 0 else (layers_of(layers, p)[0], behind)
+
+
 def _moved(work: Work, layers: int) -> tuple[float, float]:
     """Whole layers moved from the last stage to the others, as far as that helps."""
     p = work.layout.pipeline
@@ -185,7 +197,7 @@ def held(shape: Shape, layout: Layout, ends: bool = True) -> tuple[float, float]
     """Parameters of the busiest worker: those that a data axis copies, and those of experts. ends:
     with a vocabulary, which a stage in the middle has not unless it is cut over all."""
     t, p = layout.tensor, layout.pipeline
-    layers, _ = layers_of(shape.layers, p)
+    layers, _ = layers_on(shape.layers, layout)
     dense = shape.parts.plain * shape.of_dense
     routed = shape.parts.routed / shape.layers
     each = (shape.of_mixers + dense) / shape.layers + routed * shape.of_shared
@@ -211,10 +223,10 @@ def _accumulated(stage: Lanes, work: Work, ends: bool) -> None:
         layers = layers_of(work.shape.layers, lay.pipeline)[0]
         calls = layers * lay.stack.calls
         one = seconds("gather", mine * stored(lay), group, work.machines, calls)
-        back = seconds("scatter", mine * lay.stack.gradients, group, work.machines, calls)
+        back = seconds("scatter", mine * lay.stack.added, group, work.machines, calls)
         stage["gathers" if lay.stack.prefetched else "waited"] += passes * one + back
     elif lay.microbatches > 1 and not lay.frozen:
-        stage["adding"] += work.source.traffic(2 * lay.stack.gradients * mine).seconds
+        stage["adding"] += work.source.traffic(2 * lay.stack.added * mine).seconds
 
 
 def _end(work: Work) -> dict[str, float]:
@@ -233,7 +245,7 @@ def _end(work: Work) -> dict[str, float]:
             sums += _summed(mine, size, stride, work)
     cut = max(lay.states, lay.shards)
     mine = plain / cut + experts / max(1, cut // lay.expert)
-    moved = UPDATED * mine + 2 * lay.stack.gradients * (plain + experts) / lay.shards
+    moved = UPDATED * mine + 2 * lay.stack.added * (plain + experts) / lay.shards
     return {"sums": sums, "update": work.source.traffic(moved).seconds}
 
 
@@ -258,11 +270,11 @@ def _summed(mine: float, size: int, stride: int, work: Work) -> float:
     if lay.shards > 1:  # what is sharded over fewer than all is summed over the copies of a shard
         rest = size // lay.shards
         group = work.ranks(rest, stride * lay.shards)
-        return seconds("all_reduce", mine / lay.shards * lay.stack.gradients, group, machines)
+        return seconds("all_reduce", mine / lay.shards * lay.stack.sent, group, machines)
     if lay.states > 1:
         return _over_states(mine, size, stride, lay.states, work)
     whole = work.ranks(size, stride)
-    return seconds("all_reduce", mine * lay.stack.gradients, whole, machines)
+    return seconds("all_reduce", mine * lay.stack.sent, whole, machines)
 
 
 def _over_states(mine: float, size: int, stride: int, states: int, work: Work) -> float:
@@ -271,11 +283,11 @@ def _over_states(mine: float, size: int, stride: int, states: int, work: Work) -
     lay, machines = work.layout, work.machines
     cut = work.ranks(min(size, states), stride)
     calls = max(1.0, mine / BUCKET)
-    found = seconds("scatter", mine * lay.stack.gradients, cut, machines, calls)
+    found = seconds("scatter", mine * lay.stack.sent, cut, machines, calls)
     found += seconds("gather", mine * stored(lay), cut, machines, calls)
     if states < size:
         rest = work.ranks(size // states, stride * states)
-        found += seconds("all_reduce", mine / states * lay.stack.gradients, rest, machines)
+        found += seconds("all_reduce", mine / states * lay.stack.sent, rest, machines)
     return found
 
 

@@ -15,7 +15,7 @@ from outsize.foresight.links import FLAG, HOP, exchange, ranks, seconds
 from outsize.foresight.memory import memory
 from outsize.foresight.shape import Latent, Shape
 from outsize.foresight.sources import Roofline, Table, systolic, tiled
-from outsize.foresight.step import LANES, Terms, beat, combine, layers_of, terms
+from outsize.foresight.step import LANES, Terms, beat, combine, layers_of, layers_on, terms
 from outsize.foresight.work import BLOCKED, KERNELS, LAUNCH, OF_EXPERT, ROUTED
 from outsize.hardware import Matmul, Measured, Rate, catalogue, parse_spec
 from outsize.hardware.cluster import FAR, NEAR
@@ -182,15 +182,18 @@ def _terms(middle: float, last: float, slots: int, stages: int, chunks: int) -> 
 
 
 def test_sums_of_interleaved_chunks_go_on_beside_a_round_of_microbatches() -> None:
-    """Two stages of four chunks: three of four chunks have their sums two beats before the end."""
+    """Two stages of four chunks: three of four chunks have their sums two beats before the end;
+    parameters that were updated in parts come back beside the forward pass as well."""
     cluster = parse_spec("4 x 8 A100-SXM-80 @ 25GB/s")
     shape = {"tensor": 8, "devices": 32, "pipeline": 2, "batch": 64}
+    torch, apart = replace(MEGATRON, family="torch"), replace(MEGATRON, beside_data=False)
     windows = [
-        terms(GPT, layout(**shape, chunks=chunks, stack=stack), cluster).window
-        for chunks, stack in ((4, MEGATRON), (1, MEGATRON), (4, replace(MEGATRON, family="torch")),
-                              (4, replace(MEGATRON, beside_data=False)))
+        terms(GPT, layout(**shape, chunks=chunks, stack=stack, states=states), cluster).window
+        for chunks, stack, states in (
+            (4, MEGATRON, 2), (1, MEGATRON, 2), (1, MEGATRON, 1), (4, torch, 2), (4, apart, 2)
+        )
     ]  # fmt: skip
-    assert windows == pytest.approx([1.5, 1.0, 1.0, 0.0])
+    assert windows == pytest.approx([1.5, 1.0, 2 / 3, 1.0, 0.0])
 
 
 @pytest.mark.parametrize(("again", "part"), [("full", 1.0), ("half", 0.5)])
@@ -244,6 +247,39 @@ def test_layers_of_stages() -> None:
     assert layers_of(96, 8) == (12, 12)
     assert layers_of(70, 12) == (6, 5)  # BLOOM: the two ends count as layers
     assert layers_of(78, 12) == (7, 6)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "chunks", "further", "expected"),
+    [
+        (61, 16, 1, 1, (4, 2)),  # DeepSeek-V3, as Megatron-Bridge lays it out
+        (61, 8, 2, 1, (8, 6)),
+        (61, 4, 4, 0, (16, 13)),
+        (78, 12, 1, 0, (7, 1)),  # BigScience: "the last stage has 1 block, while the rest have 7"
+        (126, 8, 1, 0, (16, 15)),  # the ends count as layers
+        (9, 4, 1, 0, (3, 2)),  # three stages of three would leave none
+    ],
+)
+def test_a_stack_may_leave_the_rest_to_its_last_stage(
+    layers: int, stages: int, chunks: int, further: int, expected: tuple[int, int]
+) -> None:
+    made = layout(
+        devices=8 * stages, pipeline=stages, chunks=chunks, stack=replace(MEGATRON, left=True)
+    )
+    assert layers_on(layers, made, further) == expected
+
+
+def test_gradients_are_sent_in_32_bits_at_most_and_as_they_are_summed() -> None:
+    """An all-reduce of 8 bytes a parameter asks for what one of 4 does; added up they are 8."""
+    cluster = parse_spec("4 x 8 A100-SXM-80 @ 25GB/s")
+    of = {"devices": 32, "batch": 64}
+    whole, wide, thin = (
+        terms(GPT, layout(**of, stack=replace(MEGATRON, gradients=size, summed=summed)), cluster)
+        for size, summed in ((4, 0), (8, 0), (4, 2))
+    )
+    assert wide.end["sums"] == whole.end["sums"] and thin.end["sums"] < whole.end["sums"]
+    assert wide.last["adding"] == pytest.approx(2 * whole.last["adding"])
+    assert thin.last["adding"] == pytest.approx(whole.last["adding"] / 2)
 
 
 # -- memory ----------------------------------------------------------------------------------------

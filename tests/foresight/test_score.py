@@ -304,6 +304,15 @@ def test_interleaved_runs_of_torchtitan_have_two_chunks() -> None:
     assert chunks == {1, 2}
 
 
+def test_local_batches_of_torchtitan_are_cut_into_as_many_microbatches_as_stages() -> None:
+    found = {
+        (run.layout.rows, run.layout.microbatches)
+        for run in shipped()
+        if run.source.name == "torchtitan" and run.layout is not None and run.layout.pipeline == 8
+    }
+    assert found == {(4, 8), (1, 8)}  # of 32 rows, and of 8
+
+
 def test_a_shape_that_is_not_said_follows_from_its_parameters() -> None:
     run = next(run for run in shipped() if run.model == "GPT-18B" and not run.missing)
     shape, layout = run.shape, run.layout
