@@ -53,8 +53,8 @@ PRIORS: Mapping[str, tuple[str, str, float, float]] = {
     "attention of A100 on H100": ("attention", "mma H100", 1.6, 0.15),
     "attention of A100 on B200": ("attention", "mma B200", 2.2, 0.25),
     "flash3 B200": ("attention", "flash3 B200", 1.2, 0.2),
-    # Blackwell Ultra has twice the exponentials; forward passes of attention are 35% faster (NVIDIA,
-    # Making softmax more efficient with Blackwell Ultra, 2026).
+    # Blackwell Ultra has twice the exponentials, so that forward passes of attention are 35% faster
+    # (NVIDIA, Making softmax more efficient with NVIDIA Blackwell Ultra, 2026).
     "flash3 of Ultra": ("attention", "flash3 ultra", 0.75, 0.15),
     "flash1": ("attention", "flash1", 1.0, 0.2),
     "scores": ("scores", "", 1.1, 0.2),
