@@ -293,13 +293,24 @@ class Work:
             # scatters, and the inputs once more where gradients of weights are computed.
             whole = lay.tokens * s.hidden * stored(lay)
             if lay.sequence_parallel:
-                count = 10 + (4 if lay.recompute == "full" else 0)
+                count = self._passed_on()
                 one = seconds("gather", whole, self.tensor, self.machines)
             else:
                 count = 4 + (2 if lay.recompute == "full" else 0)
                 one = seconds("all_reduce", whole, self.tensor, self.machines)
             found["tensor"] = count * one / (2 if lay.stack.parallel else 1)
         return found
+
+    def _passed_on(self) -> float:
+        """Gathers and scatters of a layer under sequence parallelism, in those of 16 bits."""
+        lay = self.layout
+        full, distributed = lay.recompute == "full", lay.stack.distributed
+        gathers = 4 if distributed else 6
+        gathers += 2 if full or (distributed and lay.recompute == "half") else 0
+        narrow = (
+            distributed and lay.precision == "fp8"
+        )  # one scale for a tensor is known beforehand
+        return gathers / (2 if narrow else 1) + (6 if full else 4)
 
 
 def padded(vocab: int) -> int:

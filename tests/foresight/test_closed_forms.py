@@ -282,6 +282,26 @@ def test_gradients_are_sent_in_32_bits_at_most_and_as_they_are_summed() -> None:
     assert thin.last["adding"] == pytest.approx(whole.last["adding"] / 2)
 
 
+@pytest.mark.parametrize(
+    ("more", "megatron", "distributed"),
+    [
+        ({}, 10, 8),  # gathers and scatters forward and back; inputs once more
+        ({"recompute": "full"}, 14, 12),
+        ({"recompute": "half"}, 10, 10),
+        ({"precision": "fp8"}, 10, 6),  # four gathers in 8 bits
+        ({"precision": "fp8-rows"}, 10, 8),
+    ],
+)
+def test_what_a_layer_passes_on_under_sequence_parallelism(
+    more: dict[str, Any], megatron: float, distributed: float
+) -> None:
+    cluster = parse_spec("8 x H100-SXM")
+    one = seconds("gather", 4 * 2048 * GPT.hidden * 2, ranks(8, 1, 8), cluster.groups[0])
+    for stack, count in ((MEGATRON, megatron), (replace(MEGATRON, distributed=True), distributed)):
+        made = terms(GPT, layout(sequence_parallel=True, stack=stack, **more), cluster).last
+        assert made["tensor"] == pytest.approx(GPT.layers * count * one)
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 
