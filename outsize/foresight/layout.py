@@ -53,8 +53,8 @@ class Stack:
     parallel: bool = False  # attention and MLP side by side, with one sum each way
     stops: bool = False  # whether computing again ends with the last tensor that a gradient needs
     summed: float = 0.0  # bytes of a gradient that is added up and summed, where it holds more
-    # Whether inputs that were gathered stay for the backward pass, and come in 8 bits where products
-    # have one scale for a tensor (PyTorch's DTensor; torchao, float8_tensor_parallel.py).
+    # Whether inputs that were gathered stay for the backward pass, and come in 8 bits where their
+    # products have one scale for a tensor (PyTorch's DTensor; torchao, float8_tensor_parallel.py).
     distributed: bool = False
     left: bool = False  # whether the last stage has the layers that whole numbers on others leave
 
