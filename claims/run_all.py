@@ -3,6 +3,7 @@
     python claims/run_all.py [NAMES]    # every claim, or these
     python claims/run_all.py --quick    # those that CI runs: no seconds judged, 3 minutes in all
     python claims/run_all.py --quick --jobs 2    # two at a time
+    python tools/warm.py DIR -- python claims/run_all.py --quick --python python    # forked
 
 Exit code 1 where a script ends without a verdict, or one of --quick has a worse one than before;
 `weaker` is no failure. Afterwards `python tools/techniques.py` writes the table of the docs anew.
@@ -23,10 +24,11 @@ from pathlib import Path
 
 from verdict import CLAIMS, CODES, RESULTS
 
-# None of their figures is a time of this machine.
+# None of their figures is a time of this machine. The longest first, so that two
+# at a time end together.
 QUICK = (
-    "bitpipe", "chunked_loss", "gnnpipe", "gpipe", "hanayo", "interleaved", "memascend",
-    "recompute", "skippipe", "superpipeline", "tiled_mlp", "zero",
+    "gnnpipe", "zero", "bitpipe", "superpipeline", "recompute", "interleaved", "tiled_mlp",
+    "chunked_loss", "memascend", "skippipe", "gpipe", "hanayo",
 )  # fmt: skip
 LIMIT = 1800  # seconds of a script
 NONE = "-"
@@ -72,10 +74,10 @@ def verdict_of(printed: str, key: str = "verdict") -> str:
     return found[-1] if found else ""
 
 
-def run(name: str) -> Row:
+def run(name: str, python: str = sys.executable) -> Row:
     """Run a script; what it prints is shown."""
     before, begin = last(name), time.monotonic()
-    command = [sys.executable, str(CLAIMS / f"{name}.py")]
+    command = [python, str(CLAIMS / f"{name}.py")]
     try:
         done = subprocess.run(
             command, stdout=subprocess.PIPE, text=True, check=False, timeout=LIMIT
@@ -108,13 +110,15 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="of claims; all where none is given")
     parser.add_argument("--quick", action="store_true", help="those that CI runs")
     parser.add_argument("--jobs", type=int, default=1, help="so many at a time: no seconds judged")
+    parser.add_argument("--python", default=sys.executable, help="the program that runs a script")
     said = parser.parse_args()
     known = scripts()
     for name in said.names:
         if name not in known:
             parser.error(f"claim {name!r} is not known; expected one of {', '.join(known)}")
     with ThreadPoolExecutor(said.jobs) as pool:
-        rows = list(pool.map(run, said.names or (QUICK if said.quick else known)))
+        names = said.names or (QUICK if said.quick else known)
+        rows = list(pool.map(run, names, [said.python] * len(names)))
     print(table(rows))
     bad = failed(rows, said.quick)
     if bad:

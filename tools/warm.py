@@ -1,12 +1,13 @@
-"""Runs a command in which `outsize` is forked from one process that has imported PyTorch.
+"""Runs a command in which `outsize` and `python` are forked from a process that has PyTorch.
 
     python tools/warm.py DIR [--import MODULE,...] -- COMMAND...
 
-Documents have scores of commands, each of which would import PyTorch for a second and a half; of
-Outsize itself nothing is imported here. DIR gets a program `outsize`, first on COMMAND's PATH. What
-calls it is answered by a fork with its arguments, directory, environment, standard input and
-outputs, which gets its signals and whose exit code it has. Nothing else may differ: variables that
-PyTorch reads while it is imported are those that this process was started with.
+Documents have scores of commands, each of which would import PyTorch and what else it needs of
+others for two seconds; of Outsize itself nothing is imported here. DIR gets programs `outsize` and
+`python`, first on COMMAND's PATH. What calls one is answered by a fork with its arguments,
+directory, environment, standard input and outputs, which gets its signals and whose exit code it
+has. Nothing else may differ: variables that PyTorch reads while it is imported are those that this
+process was started with. `python` without a script first becomes an interpreter of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import importlib
 import json
 import os
+import runpy
 import selectors
 import signal
 import socket
@@ -25,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 MOST = 1 << 20  # bytes: of arguments and environment
+MODULES = "torch,torch.distributed.tensor,sympy,tensorboardX,jinja2,rich.progress,psutil,yaml"
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 CALLER = """#!{python} -SE
 import json, os, signal, socket, sys
@@ -34,7 +37,7 @@ there.connect({path!r})
 ignored = [number for number in {passed} if signal.getsignal(number) == signal.SIG_IGN]
 for number in set({passed}).difference(ignored):
     signal.signal(number, lambda number, frame: there.send(bytes([number])))
-said = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ), ignored]).encode()
+said = json.dumps([sys.argv, os.getcwd(), dict(os.environ), ignored]).encode()
 socket.send_fds(there, [said], [0, 1, 2])
 code = there.recv(1)
 os._exit(code[0] if code else 70)
@@ -52,7 +55,7 @@ class Forks:
         self.watch.register(os.pidfd_open(command.pid), selectors.EVENT_READ, 0)
 
     def serve(self) -> list[str] | None:
-        """Answer until the command ends: None. In a fork: its arguments."""
+        """Answer until the command ends: None. In a fork: its program and arguments."""
         while True:
             for key, _ in self.watch.select():
                 if key.fileobj is self.listener:
@@ -113,7 +116,7 @@ def _kill(pid: int) -> None:
 def _become(
     said: tuple[list[str], str, dict[str, str], list[int]], streams: Sequence[int]
 ) -> list[str]:
-    """Take the caller's place in a fork; gives the arguments."""
+    """Take the caller's place in a fork; gives its program and arguments."""
     arguments, directory, environment, ignored = said
     for number in PASSED:
         plain = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
@@ -128,10 +131,19 @@ def _become(
     return arguments
 
 
+def _as_python(words: list[str]) -> None:
+    """What the interpreter does with such arguments."""
+    if not words or words[0].startswith("-"):
+        os.execv(sys.executable, [sys.executable, *words])
+    sys.argv = words
+    sys.path[0] = str(Path(words[0]).resolve().parent)
+    runpy.run_path(words[0], run_name="__main__")
+
+
 def _asked() -> tuple[Path, list[str], list[str]]:
     parser = argparse.ArgumentParser(description="Run a command with a warm `outsize`.")
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--import", dest="modules", default="torch,torch.distributed")
+    parser.add_argument("--import", dest="modules", default=MODULES)
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
     return options.directory.resolve(), options.modules.split(","), options.command
@@ -144,11 +156,11 @@ def main() -> int:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(place)
     listener.listen(64)
-    caller = directory / "outsize"
-    caller.write_text(
-        CALLER.format(python=sys.executable, most=MOST, path=place, passed=tuple(map(int, PASSED)))
-    )
-    caller.chmod(0o755)
+    told = {"python": sys.executable, "most": MOST, "path": place}
+    for name in ("outsize", "python"):
+        caller = directory / name
+        caller.write_text(CALLER.format(**told, passed=tuple(map(int, PASSED))))
+        caller.chmod(0o755)
     for name in modules:
         importlib.import_module(name)
     path = f"{directory}:{os.environ['PATH']}"
@@ -156,7 +168,11 @@ def main() -> int:
     arguments = Forks(listener, started).serve()
     if arguments is None:
         return started.wait()
-    sys.argv = ["outsize", *arguments]
+    program, *words = arguments
+    if Path(program).name == "python":
+        _as_python(words)
+        return 0
+    sys.argv = ["outsize", *words]
     sys.path[0] = str(Path(sys.executable).parent)  # as a program that pip installed has it
     from outsize.cli.main import main as outsize
 

@@ -53,3 +53,8 @@ def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """To measure this machine anew in each test takes seconds."""
     hardware = known_hardware()
     monkeypatch.setattr("outsize.train.setup.probe", lambda device: hardware)
+
+
+@pytest.fixture(autouse=True)
+def _timed_once(timed_once: None) -> None:
+    """To take the times of blocks is a tenth of a tiny run."""

@@ -25,7 +25,7 @@ def main():
 """
 
 
-def run(tmp_path: Path, script: str) -> subprocess.CompletedProcess[str]:
+def run(tmp_path: Path, script: str, module: str = "json") -> subprocess.CompletedProcess[str]:
     package = tmp_path / "path" / "outsize" / "cli"
     package.mkdir(parents=True)
     for folder in (package.parent, package):
@@ -33,7 +33,7 @@ def run(tmp_path: Path, script: str) -> subprocess.CompletedProcess[str]:
     (package / "main.py").write_text(MAIN)
     (tmp_path / "here").mkdir()
     return subprocess.run(
-        [sys.executable, WARM, tmp_path / "warm", "--import", "json", "--", "bash", "-c", script],
+        [sys.executable, WARM, tmp_path / "warm", "--import", module, "--", "bash", "-c", script],
         env={**os.environ, "PYTHONPATH": str(tmp_path / "path")},
         capture_output=True, text=True, timeout=600, cwd=tmp_path,
     )  # fmt: skip
@@ -44,6 +44,25 @@ def test_a_fork_has_all_that_its_caller_has(tmp_path: Path) -> None:
     done = run(tmp_path, script)
     assert done.returncode == 5 and done.stderr == ""
     assert done.stdout == f"['3', 'a b'] {tmp_path / 'here'} so in\n True\n3\nerror\n"
+
+
+def test_a_script_is_run_by_a_fork_and_all_else_by_python_itself(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("word = 'taken from its own folder'\n")
+    (tmp_path / "a.py").write_text(
+        "import own, sys\n"
+        "print(__name__, sys.argv, own.word, 'colorsys' in sys.modules, sys.stdin.read())\n"
+        "sys.exit(4)\n"
+    )
+    script = """
+cd here; echo in | python ../a.py b c; echo $?
+echo in | python -c 'import sys; print(sys.argv, sys.stdin.read(), "colorsys" in sys.modules)' d
+echo 'print(__name__)' | python
+"""
+    done = run(tmp_path, script, "colorsys")
+    assert done.stdout == (
+        "__main__ ['../a.py', 'b', 'c'] taken from its own folder True in\n\n4\n"
+        "['-c', 'd'] in\n False\n__main__\n"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,27 +112,9 @@ def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outsize.train.setup.probe", lambda device: hardware)
 
 
-@pytest.fixture(scope="session")
-def known_times() -> dict[str, Any]:
-    return {}
-
-
 @pytest.fixture(autouse=True)
-def timed_once(monkeypatch: pytest.MonkeyPatch, known_times: dict[str, Any]) -> None:
-    """Runs of one worker whose blocks are those of a run before, under the same plan, have its
-    times: to take them is a tenth of a tiny run. A test with a clock of its own takes its own."""
-    module = importlib.import_module("outsize.simulate.calibrate")  # not the function of its name
-    plain, clock = module.timed, time.perf_counter
-
-    def timed(chosen: Any, recipe: Any, batch_of: Any, here: Any, device: str = "cpu") -> Any:
-        if time.perf_counter is not clock:
-            return plain(chosen, recipe, batch_of, here, device)
-        key = repr((chosen, recipe, device, here.stores.keys(), here.world.mesh))
-        if key not in known_times:
-            known_times[key] = plain(chosen, recipe, batch_of, here, device)
-        return known_times[key]
-
-    monkeypatch.setattr(module, "timed", timed)
+def _timed_once(timed_once: None) -> None:
+    """To take the times of blocks is a tenth of a tiny run."""
 
 
 class Open:
