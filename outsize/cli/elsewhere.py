@@ -103,7 +103,7 @@ class Elsewhere:
     ) -> None:  # fmt: skip
         """Choose, print, and write the best as a plan where that is asked."""
         from outsize.cli.elsewhere_shown import Answer, show
-        from outsize.foresight.named import shape_of
+        from outsize.foresight.named import is_factory, shape_of
         from outsize.foresight.planning.choose import choose
         from outsize.foresight.planning.written import plan_of
         from outsize.hardware import parse_spec
@@ -114,7 +114,17 @@ class Elsewhere:
         if name is None:
             raise OutsizeError("no model; expected as `outsize plan llama3-70b --hardware SPEC`")
         cluster = parse_spec(self.hardware or "")
-        asked, shape = self._asked(sets, places, cluster), shape_of(name)
+        asked, tokens = self._asked(sets, places, cluster)
+        if is_factory(name):
+            from outsize.cli.elsewhere_module import module_of
+
+            asked, shape = module_of(name, cluster, asked, tokens, _values(sets).keys())
+        elif not asked.batch:
+            raise OutsizeError(
+                f"train.batch_tokens is {tokens}; expected {asked.sequence} or more, a row"
+            )
+        else:
+            shape = shape_of(name)
         asked = replace(asked, carried_out=out is not None)
         if not cluster.alike:
             from outsize.cli.elsewhere_unlike import plan_unlike
@@ -135,10 +145,14 @@ class Elsewhere:
             _draw(self.html, name, shape, cluster, made.plans[0])
         answer = Answer(shape, asked, cluster, made, self._cost(made, price))
         best = made.plans[0]
-        _write(out, name, plan_of(shape, best.layout) if out else None, best.machines)
+        digest = "" if shape.module is None else shape.module.digest
+        _write(out, name, plan_of(shape, best.layout) if out else None, best.machines, digest)
         show(answer, self.explain, as_json)
 
-    def _asked(self, sets: tuple[str, ...], places: Mapping[str, Any], cluster: Cluster) -> Asked:
+    def _asked(
+        self, sets: tuple[str, ...], places: Mapping[str, Any], cluster: Cluster
+    ) -> tuple[Asked, int]:  # fmt: skip
+        """What is asked, and the tokens of a step."""
         from outsize.foresight.planning.asked import Asked, Conditions, conditions
         from outsize.memory import parse_bytes
 
@@ -147,15 +161,11 @@ class Elsewhere:
             raise OutsizeError(f"--seconds is {self.seconds}; expected 0.1 or more")
         sequence = _count(said.get("train.sequence", SEQUENCE), "train.sequence", _OF_STEP)
         tokens = _count(said.get("train.batch_tokens", TOKENS), "train.batch_tokens", _OF_STEP)
-        if tokens < sequence:
-            raise OutsizeError(
-                f"train.batch_tokens is {tokens}; expected {sequence} or more, a row"
-            )
         required = (*conditions(self.require, "--require"), *_fixed(said))
         if places["mesh"]:
             required = (*required, *_mesh(places["mesh"], cluster.count))
         objective: Any = self.objective
-        return Asked(
+        asked = Asked(
             sequence,
             tokens // sequence,
             _precision(said.get("precision"), cluster),
@@ -165,6 +175,7 @@ class Elsewhere:
             objective,
             self.seconds,
         )
+        return asked, tokens
 
     def _rates(self, cluster: Cluster) -> tuple[float | None, float | None]:
         """Money an hour and watts of a device, as said or as its sheet has them. Raises
@@ -280,9 +291,13 @@ def _draw(path: Path, name: str, shape: Shape, cluster: Cluster, best: Planned) 
     write_timeline(path, drawn(shape, cluster, best), budget=best.room, title=title)
 
 
-def _write(path: Path | None, name: str, plan: Plan | None, machines: tuple[int, ...] = ()) -> None:
-    """A plan, for `outsize train --plan`, where it is asked for. Which parameters it is for is
-    known of models that this runtime has; of others the number of their blocks."""
+def _write(
+    path: Path | None, name: str, plan: Plan | None, machines: tuple[int, ...] = (),
+    parameters: str = "",
+) -> None:  # fmt: skip
+    """A plan, for `outsize train --plan` or `prepare`, where it is asked for. Which parameters it
+    is for is known of models that this runtime has and of a factory's; of others the number of
+    their blocks."""
     from outsize.models.families import parse
     from outsize.models.presets import PRESETS
     from outsize.plan.file import PlanFile, write_plan
@@ -290,7 +305,7 @@ def _write(path: Path | None, name: str, plan: Plan | None, machines: tuple[int,
 
     if path is None or plan is None:
         return
-    file = PlanFile(plan, model=name)
+    file = PlanFile(plan, model=name, parameters=parameters)
     if name in PRESETS:
         file = file_of(plan, name, parse(PRESETS[name]))
     moved = machines if list(machines) != sorted(machines) else ()

@@ -29,6 +29,7 @@ from outsize.foresight.shape import Shape
 from outsize.hardware import Cluster
 
 MFU = "3 (2 N + scores with a causal mask) operations a token, N without the embedding"
+COUNTED = "operations of products and attention, as a rehearsal counts them forward and back"
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ class Answer:
     @property
     def best(self) -> Planned:
         return self.made.plans[0]
+
+    @property
+    def mfu(self) -> str:
+        """Its formula."""
+        return MFU if self.shape.module is None else COUNTED
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,7 @@ def _as_json(answer: Answer, why: Why | None) -> dict[str, Any]:
         "fitting": made.fitting,
         "bounded": made.shut,
         "finished": made.finished,
-        "mfu_formula": MFU,
+        "mfu_formula": answer.mfu,
         **answer.cost,
         "plans": [_plan_json(answer, each) for each in made.plans],
     }
@@ -252,7 +258,7 @@ def _said(answer: Answer) -> Iterator[str]:
     yield f"{best.binds} takes longest; most seconds are of {resource}"
     if not made.finished:
         yield f"not all were seen within {asked.seconds:g} s; --seconds gives more"
-    yield f"MFU: {MFU}, of the devices' dense peak"
+    yield f"MFU: {answer.mfu}, of the devices' dense peak"
     left = format_bytes(int(best.room - best.memory.process))
     has = cluster.groups[0].device.memory_bytes
     spare = f" ({format_bytes(has - best.room)} of the device are left)" if best.room < has else ""
@@ -273,6 +279,8 @@ def _said(answer: Answer) -> Iterator[str]:
         )
     if best.layout.foretold_only:
         yield f"{best.layout.precision} is foretold only: this runtime has it not"
+    if answer.shape.module is not None and answer.shape.module.note:
+        yield answer.shape.module.note
     units = {"days": " days", "device_hours": " device-hours", "money": " money", "kwh": " kWh"}
     if answer.cost:
         yield "; ".join(f"{value:,.1f}{units[name]}" for name, value in answer.cost.items())

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from outsize.foresight import resting
 from outsize.foresight.layout import Layout, Resting, stored
+from outsize.foresight.module import Module
 from outsize.foresight.shape import Shape
 from outsize.foresight.sources import KERNELS
 from outsize.foresight.step import held, layers_on
@@ -109,6 +110,8 @@ def fits(made: Memory, machines: Group) -> bool:
 
 
 def _stage(shape: Shape, lay: Layout, place: int) -> Memory:
+    if shape.module is not None:
+        return _of_module(shape, shape.module, lay, place)
     last = place == lay.pipeline - 1
     plain, experts = _parameters(shape, lay, place)
     live = _in_flight(lay, place)
@@ -118,9 +121,27 @@ def _stage(shape: Shape, lay: Layout, place: int) -> Memory:
     if again or lay.recompute == "full":  # one layer has all of its own while it is computed again
         activations += _per_layer(shape, lay, "none")
     head = _head(shape, lay) if last else 0.0
-    axes = sum(size > 1 for size in (lay.tensor, lay.pipeline, lay.context, lay.data, lay.expert))
     states = _states(lay, plain, experts)
-    made = Memory(states, activations, head, _gathered(shape, lay), axes)
+    made = Memory(states, activations, head, _gathered(shape, lay), _axes(lay))
+    return made if lay.resting == Resting() else _rested(shape, lay, made, kept)
+
+
+def _axes(lay: Layout) -> int:
+    sizes = lay.tensor, lay.pipeline, lay.context, lay.data, lay.expert
+    return sum(size > 1 for size in sizes)
+
+
+def _of_module(shape: Shape, module: Module, lay: Layout, place: int) -> Memory:
+    """As its rehearsal counts activations; those of the loss are among them."""
+    trained, frozen = module.held(lay, place)
+    states = _states(lay, trained, 0.0)
+    states["weights"] += stored(lay) * frozen / lay.shards
+    one, meanwhile = module.activations(lay, place)
+    kept = one * _in_flight(lay, place)
+    gathered, (block, outside) = 0.0, module.largest(lay)
+    if lay.shards > 1:
+        gathered = (4 + lay.stack.gradients) * block + 2 * outside
+    made = Memory(states, kept + meanwhile, 0.0, gathered, _axes(lay))
     return made if lay.resting == Resting() else _rested(shape, lay, made, kept)
 
 
@@ -131,11 +152,7 @@ def _rested(shape: Shape, lay: Layout, whole: Memory, kept: float) -> Memory:
         states["weights"] = states["gradients"] = 0.0
     if at.optimizer:
         states["optimizer"] = 0.0
-    plain, experts = held(shape, lay)
-    cut = lay.tensor if lay.stack.vocabulary_cut else 1
-    vocab = shape.of_vocabulary / cut
-    layer = (plain - vocab * (1 if shape.tied else 2)) / shape.layers + experts / shape.layers
-    more = resting.buffers(lay, max(layer, vocab) / lay.shards)
+    more = resting.buffers(lay, _largest(shape, lay) / lay.shards)
     activations = whole.activations
     if at.activations:  # those of the layers that are computed and fetched
         activations -= kept * max(0.0, 1 - 2 / shape.layers)
@@ -143,6 +160,16 @@ def _rested(shape: Shape, lay: Layout, whole: Memory, kept: float) -> Memory:
         whole, states=states, activations=activations, gathered=whole.gathered + more,
         below=resting.below(whole.states, kept if at.activations else 0.0, at),
     )  # fmt: skip
+
+
+def _largest(shape: Shape, lay: Layout) -> float:
+    """Parameters of a layer or of the vocabulary, of which a stage has more."""
+    if shape.module is not None:
+        return float(max(shape.module.largest(lay)))
+    plain, experts = held(shape, lay)
+    vocab = shape.of_vocabulary / (lay.tensor if lay.stack.vocabulary_cut else 1)
+    layers = plain - vocab * (1 if shape.tied else 2) + experts
+    return max(layers / shape.layers, vocab)
 
 
 def _parameters(shape: Shape, lay: Layout, place: int) -> tuple[float, float]:
@@ -199,6 +226,8 @@ def _in_flight(lay: Layout, place: int) -> float:
 
 def kept_by(shape: Shape, lay: Layout, layers: float) -> float:
     """Bytes that so many layers of a worker keep of a microbatch for their backward passes."""
+    if shape.module is not None:
+        return float(shape.module.activations(lay, 0)[0])
     again = min(lay.whole, layers)
     found = _per_layer(shape, lay, lay.recompute) * (layers - again)
     return found + (_per_layer(shape, lay, "full") * again if again else 0.0)

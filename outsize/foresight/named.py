@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -62,6 +61,11 @@ def published() -> Mapping[str, Any]:
     return read
 
 
+def is_factory(target: str | None) -> bool:
+    """Whether a target is "import.path:factory"."""
+    return target is not None and ":" in target and not Path(target).exists()
+
+
 def shape_of(name: str) -> Shape:
     """A shape from the name of a published model or a preset, a config.json, or a directory that
     has one. Raises OutsizeError with the nearest name, or naming what a file lacks."""
@@ -75,11 +79,6 @@ def shape_of(name: str) -> Shape:
     if name in PRESETS:
         return from_config(PRESETS[name], name)
     known = (*published(), *PRESETS)
-    if re.fullmatch(r"[\w.]+:\w+", name):
-        raise OutsizeError(
-            f"model {name!r}: modules of a factory are not planned for --hardware; expected a"
-            f" config.json or one of {', '.join(sorted(known))}"
-        )
     raise OutsizeError(f"model {name!r} is unknown{nearest(name.lower(), known)}")
 
 

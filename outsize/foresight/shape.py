@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outsize.errors import OutsizeError, nearest
+
+if TYPE_CHECKING:
+    from outsize.foresight.module import Module
 
 FIELDS = ("layers", "hidden", "heads", "vocab")
 
@@ -61,7 +64,9 @@ PARTS = {"M": "a recurrent state", "*": "attention", "-": "a dense MLP", "E": "e
 class Shape:
     """A decoder. inner: of a dense MLP; gated: three matrices instead of two. experts: of each
     layer behind the first `dense` ones; shared: inner size of what every token passes there.
-    Layers have attention and an MLP each, unless a pattern says which one part each of them is."""
+    Layers have attention and an MLP each, unless a pattern says which one part each of them is.
+    module: that of a factory, whose rehearsals stand in the place of what is counted here; layers
+    are its blocks then, and heads what a tensor axis may divide."""
 
     layers: int
     hidden: int
@@ -85,6 +90,7 @@ class Shape:
     predicted: int = 0  # further layers that predict later tokens; with a pattern, pairs of them
     pattern: str = ""  # a letter of PARTS for each layer
     recurrent: Recurrent | None = None
+    module: Module | None = None
 
     def __post_init__(self) -> None:
         for name in FIELDS:
@@ -255,7 +261,7 @@ def _check_pattern(shape: Shape) -> None:
 
 def read_shape(values: Mapping[str, Any], what: str) -> Shape:
     """A shape from plain values. Raises OutsizeError for a key that it has not."""
-    known = tuple(field.name for field in fields(Shape))
+    known = tuple(field.name for field in fields(Shape) if field.name != "module")
     for key in values:
         if key not in known:
             raise OutsizeError(f"{what}: {key!r} is unknown{nearest(key, known)}")

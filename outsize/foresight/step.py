@@ -108,6 +108,19 @@ def _window(layout: Layout) -> float:
 
 def _stages(work: Work) -> tuple[Lanes, Lanes, float]:
     """Lanes of a microbatch on a stage in the middle, and on the last; what Terms call spare."""
+    p = work.layout.pipeline
+    middle, last = _computed(work) if work.shape.module is None else work.shape.module.lanes(work)
+    if p == 1:
+        return last, last, 0.0
+    each = _sends(work)
+    beside = work.layout.chunks > 1  # while one chunk's are sent another one computes
+    for stage in (middle, last):
+        stage["passed" if beside else "stages"] += max(each)
+    return middle, last, 0.0 if beside else sum(max(each) - one for one in each)
+
+
+def _computed(work: Work) -> tuple[Lanes, Lanes]:
+    """What a stage in the middle and the last one do of a microbatch."""
     shape, p = work.shape, work.layout.pipeline
     middle, last = lanes(), lanes()
     most, behind = layers_on(shape.layers, work.layout, shape.parts.further)
@@ -126,22 +139,13 @@ def _stages(work: Work) -> tuple[Lanes, Lanes, float]:
         add(last, work.head, heads / p)
     else:
         add(last, work.head, heads)
-    if p == 1:
-        return last, last, 0.0
-    each = _sends(work)
-    beside = work.layout.chunks > 1  # while one chunk's are sent another one computes
-    for stage in (middle, last):
-        stage["passed" if beside else "stages"] += max(each)
-    return middle, last, 0.0 if beside else sum(max(each) - one for one in each)
+    return middle, last
 
 
 def _sends(work: Work) -> list[float]:
     """Seconds of what a microbatch sends over each border of two stages, forward and back."""
     lay, machines = work.layout, work.machines
-    sent = lay.tokens * work.shape.hidden * stored(lay)
-    if lay.stack.scattered or lay.sequence_parallel:
-        sent /= lay.tensor
-    p, stride = lay.pipeline, lay.devices // lay.pipeline
+    sent, p, stride = work.sent, lay.pipeline, lay.devices // lay.pipeline
     if work.network is None:
         both = [seconds("send", sent, Ranks(2, inside), machines) for inside in (1, 2)]
         apart = [stage * stride // machines.node for stage in range(p)]
@@ -196,6 +200,8 @@ def _total(lanes: Mapping[str, float]) -> float:
 def held(shape: Shape, layout: Layout, ends: bool = True) -> tuple[float, float]:
     """Parameters of the busiest worker: those that a data axis copies, and those of experts. ends:
     with a vocabulary, which a stage in the middle has not unless it is cut over all."""
+    if shape.module is not None:
+        return float(shape.module.most(layout)[0]), 0.0
     t, p = layout.tensor, layout.pipeline
     layers, _ = layers_on(shape.layers, layout)
     dense = shape.parts.plain * shape.of_dense
@@ -217,12 +223,14 @@ def _accumulated(stage: Lanes, work: Work, ends: bool) -> None:
     """What gradients of a microbatch cost beside their products: they are added to what there is,
     or go to the workers that keep them, whose parameters come in turn."""
     lay, mine = work.layout, sum(held(work.shape, work.layout, ends))
+    module = work.shape.module
+    whole = mine if module is None else sum(module.most(lay))  # with what is frozen
     if lay.shards > 1 and lay.pipeline == 1:
         group = work.ranks(lay.shards, lay.tensor)
         passes = 1 if lay.cut_gradients else 2
         layers = layers_of(work.shape.layers, lay.pipeline)[0]
         calls = layers * lay.stack.calls
-        one = seconds("gather", mine * stored(lay), group, work.machines, calls)
+        one = seconds("gather", whole * stored(lay), group, work.machines, calls)
         back = seconds("scatter", mine * lay.stack.added, group, work.machines, calls)
         stage["gathers" if lay.stack.prefetched else "waited"] += passes * one + back
     elif lay.microbatches > 1 and not lay.frozen:

@@ -113,6 +113,20 @@ class Work:
         """A group on these machines."""
         return ranks(size, stride, self.machines.node, self.network)
 
+    @staticmethod
+    def none() -> Lanes:
+        """Lanes without anything."""
+        return lanes()
+
+    @property
+    def sent(self) -> float:
+        """Bytes of a microbatch that go from a stage to the next."""
+        if self.shape.module is not None:
+            return self.shape.module.sent(self.layout)
+        each = self.layout.tokens * self.shape.hidden * stored(self.layout)
+        parted = self.layout.stack.scattered or self.layout.sequence_parallel
+        return each / self.layout.tensor if parted else each
+
     @property
     def _wide(self) -> str:
         return "bf16" if self.layout.narrow else self.layout.precision
@@ -220,7 +234,7 @@ class Work:
         if lay.stack.told and self.machines.device.apart:
             found["called"] += LAUNCH * kernels  # none is called ahead of what the device does
         else:
-            self._launch(found, kernels)
+            self.launch(found, kernels)
         if lay.expert > 1:
             group = self.ranks(lay.expert, lay.tensor)
             one = exchange(mine * hidden * stored(lay), s.active, group, self.machines)
@@ -258,7 +272,7 @@ class Work:
         """Seconds of chains that touch so many halves forward."""
         return self._passes() * self.source.traffic(2 * halves).seconds
 
-    def _launch(self, found: Lanes, kernels: float) -> None:
+    def launch(self, found: Lanes, kernels: float) -> None:
         """So many calls: beside the device, or on a processor a part of what it does, as long as a
         probe has found them to be in a step."""
         device = self.machines.device
@@ -285,7 +299,7 @@ class Work:
         found["traffic"] = self._elementwise(halves * lay.tokens)
         apart = self.machines.device.apart
         kernels = self._passes() * ((KERNELS * (2 if chains else 1)) if apart else OWN)
-        self._launch(found, kernels)
+        self.launch(found, kernels)
         if lay.stack.blocking:
             found["blocked"] = BLOCKED * kernels
         if t > 1:

@@ -35,12 +35,13 @@ _FREE = ("view", "reshape", "detach", "transpose", "expand", "slice", "select", 
 class Work:
     """products: calls of matrix products by (rows, inner, columns, dtype); attention: operations of
     fused attention by (direction, dtype); moved: bytes read and written by all else; calls:
-    operators called."""
+    operators called; widest: keys and size of a head of the longest attention."""
 
     products: dict[tuple[int, int, int, str], int] = field(default_factory=dict)
     attention: dict[tuple[Direction, str], float] = field(default_factory=dict)
     moved: float = 0.0
     calls: int = 0
+    widest: tuple[int, int] = (0, 0)
 
     def flops(self) -> float:
         """Floating-point operations of products and attention."""
@@ -104,6 +105,7 @@ class Counter(DispatchMode):
         scores = prod(q.shape[:3]) * k.shape[2] * (0.5 if _is_causal(func, args, kwargs) else 1.0)
         operations = 2.0 * scores * (q.shape[3] + v.shape[3]) * (2.5 if back else 1.0)
         self._add_attention(back, q, operations)
+        self.work.widest = max(self.work.widest, (k.shape[2], q.shape[3]))
 
     def _packed_attention(self, back: bool, args: Any) -> None:
         """outsize/kernels/attention.py: of documents, their scores before the diagonal and half of

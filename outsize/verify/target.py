@@ -6,7 +6,6 @@ is proved elsewhere.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,6 +18,7 @@ from outsize.checkpoint.store import Store as Checkpoints
 from outsize.collectives import Mesh, parse_mesh
 from outsize.data import Batch, open_data
 from outsize.errors import OutsizeError
+from outsize.foresight.named import is_factory
 from outsize.models.build import shells
 from outsize.optim import AdamW
 from outsize.plan import Plan, Precision, Rest, from_yaml, zero
@@ -27,6 +27,7 @@ from outsize.runtime.job import Fill
 from outsize.train import derive
 from outsize.train.model import subject_of
 from outsize.train.planned import KEY, with_plan
+from outsize.train.prepared.factory import imported
 from outsize.train.recipe import data_config, noise_of, options_of, recipe_of, stream_of
 from outsize.train.resolve import RUN, Resolved, resolve, values_of
 from outsize.train.run import PLAN
@@ -73,11 +74,6 @@ def wanted(
 def case_of(wanted: Wanted) -> Case:
     """The case that was named."""
     return factory_case(wanted) if is_factory(wanted.target) else run_case(wanted)
-
-
-def is_factory(target: str | None) -> bool:
-    """Whether a target is "import.path:factory"."""
-    return target is not None and ":" in target and not Path(target).exists()
 
 
 def _rows(mesh: Mesh) -> int:
@@ -188,7 +184,7 @@ def factory_case(wanted: Wanted) -> Case:
     """The case of "import.path:factory", whose factory gives an Adopted."""
     assert wanted.target is not None
     torch.manual_seed(0)
-    made = _factory(wanted.target)()
+    made = imported(wanted.target)()
     if not isinstance(made, Adopted):
         raise OutsizeError(
             f"verify: {wanted.target} gives a {type(made).__name__}; expected an"
@@ -215,16 +211,3 @@ def factory_case(wanted: Wanted) -> Case:
 def _dtype(made: Adopted) -> str:
     dtype = next(made.model.parameters()).dtype
     return str(dtype).removeprefix("torch.")
-
-
-def _factory(target: str) -> Callable[[], object]:
-    module, _, name = target.partition(":")
-    try:
-        found: object = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise OutsizeError(
-            f"verify: {target} cannot be imported ({error}); expected import.path:factory"
-        ) from None
-    if not callable(found):
-        raise OutsizeError(f"verify: {target} is a {type(found).__name__}; expected a function")
-    return found

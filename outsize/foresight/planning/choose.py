@@ -186,6 +186,8 @@ def choose(
     known = known or Known(shape, reserves(cluster.groups[0].device))
     bounds = _bounds(known, asked, every)
     search, shut, finished = _Search(shape, asked, top, known, measured), 0, True
+    if shape.module is not None:  # whose rehearsals are no searching
+        until = time.monotonic() + asked.seconds
     order = np.argsort(bounds, kind="stable")
     for at, i in enumerate(order):
         if asked.objective != "memory" and bounds[i] > search.worst:
@@ -337,7 +339,9 @@ def forecast(
                 priced.lanes(i),
                 held[i],
                 room,
-                COUNTS["causal"](shape, tokens, layout.sequence, False),
+                COUNTS["causal"](shape, tokens, layout.sequence, False)
+                if shape.module is None
+                else shape.module.flops(layout),
                 peak * layout.devices,
             )
         )

@@ -77,6 +77,10 @@ def families(shape: Shape, asked: Asked, cluster: Cluster, best: Planned) -> Ite
         (one,) = conditions((name,), "family")
         if one.name == EXPERTS and not shape.experts:
             continue
+        why = None if shape.module is None else shape.module.left.get(one.name)
+        if why and not one.holds(value_of(best.layout, one.name)):
+            yield Family(name, f"0 layouts: {why}")
+            continue
         if one.holds(value_of(best.layout, one.name)):
             yield Family(name, "the plan is one of them", True)
         else:
@@ -112,7 +116,7 @@ def changes(shape: Shape, asked: Asked, cluster: Cluster, best: Planned) -> Iter
     tried: tuple[tuple[str, Callable[[], tuple[Asked, Cluster]]], ...] = (
         ("one machine more", lambda: _larger(asked, cluster)),
         ("8 GiB more", lambda: _roomier(asked, cluster)),
-        ("half the sequence", lambda: (_shorter(asked), cluster)),
+        ("half the sequence", lambda: (_shorter(shape, asked), cluster)),
         ("twice the link", lambda: (asked, _faster(cluster))),
     )
     for name, what in tried:
@@ -146,7 +150,9 @@ def _roomier(asked: Asked, cluster: Cluster) -> tuple[Asked, Cluster]:
     return replace(asked, memory=budget), made
 
 
-def _shorter(asked: Asked) -> Asked:
+def _shorter(shape: Shape, asked: Asked) -> Asked:
+    if shape.module is not None:
+        raise OutsizeError("a module is rehearsed at one length; --set train.sequence says another")
     if asked.sequence % 2:
         raise OutsizeError(f"{asked.sequence} tokens have no half")
     return replace(asked, sequence=asked.sequence // 2, batch=asked.batch * 2)

@@ -123,7 +123,10 @@ def variants(shape: Shape, asked: Asked, cell: Cell) -> Iterator[Layout]:
             states=over if zero else 1,
             sequence_parallel=bool(sequence),
         )
-        for layout, recompute in product(ways(spread, cell.cluster), kinds):
+        below = ways(spread, cell.cluster)
+        if shape.module is not None and base.tensor > 1:  # whose parts stay on the device
+            below = iter((spread,))
+        for layout, recompute in product(below, kinds):
             yield replace(layout, recompute=recompute)
 
 

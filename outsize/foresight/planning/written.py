@@ -6,11 +6,11 @@ from outsize.collectives.axes import AXES, axis_of
 from outsize.collectives.mesh import Mesh, parse_mesh
 from outsize.errors import OutsizeError
 from outsize.foresight.layout import Layout
+from outsize.foresight.module import blocks_of
 from outsize.foresight.planning.asked import value_of
 from outsize.foresight.shape import Shape
 from outsize.plan import Pipelined, Plan, Precision, Rest, Sharding, Stage
 from outsize.plan.plan import DEVICE
-from outsize.plan.spread import share
 
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # as plans call them
 
@@ -38,7 +38,7 @@ def plan_of(
             " plan that is written"
         )
     said = mesh_said(lay)
-    blocks = blocks or _blocks(shape.layers, lay)
+    blocks = blocks or blocks_of(shape.layers, lay)
     chunks = f"interleaved:{lay.chunks}" if lay.chunks > 1 else "1f1b"
     return Plan(
         shape.layers + 2,
@@ -60,17 +60,6 @@ def _shards(lay: Layout) -> Sharding:
     if zero == 3:
         return Sharding(over, over, over)
     return Sharding(1, 1, over)
-
-
-def _blocks(layers: int, lay: Layout) -> tuple[int, ...]:
-    """Blocks of each chunk of the pipeline, in order: equal as they can be; where the ends count
-    as blocks (outsize/foresight/step.py, layers_of), the first and the last have one less."""
-    parts = lay.pipeline * lay.chunks
-    if parts > 1 and layers % parts and not (layers + 2) % parts:
-        each = (layers + 2) // parts
-        return (each - 1, *[each] * (parts - 2), each - 1)
-    spans = [share(layers, parts, i) for i in range(parts)]
-    return tuple(stop - start for start, stop in spans)
 
 
 def _cuts(blocks: tuple[int, ...]) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ def derive(
     args, kwargs: a call of the model, as input ids of any rows and tokens. blocks: path patterns,
     of a model whose blocks are not found. The model is left as it is.
     """
-    found = [(path, block, _kind(block)) for path, block in find_blocks(model, blocks)]
+    found = [(path, block, kind_of(block)) for path, block in find_blocks(model, blocks)]
     firsts: dict[object, nn.Module] = {}
     for _, block, kind in found:
         firsts.setdefault(kind, block)
@@ -94,7 +94,7 @@ def derive(
     return {path: kinds[kind] for path, _, kind in found}
 
 
-def _kind(block: nn.Module) -> object:
+def kind_of(block: nn.Module) -> object:
     """What blocks have in common that are spread alike."""
     shapes = tuple((name, tuple(p.shape), p.requires_grad) for name, p in block.named_parameters())
     counts = tuple(

@@ -311,18 +311,21 @@ class Rehearsals:
 
 
 def twin_of(
-    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    device: torch.device | None = None,
 ) -> tuple[nn.Module, list[tuple[str, nn.Module]]]:
-    """A copy of a model whose tensors are made anew, empty, in the mode that is on."""
+    """A copy of a model whose tensors are made anew, empty, in the mode that is on. device: where,
+    instead of where they are."""
     known: dict[int, Any] = {}
     for p in model.parameters():
-        empty = torch.empty(p.shape, dtype=p.dtype, device=p.device)
+        empty = torch.empty(p.shape, dtype=p.dtype, device=device or p.device)
         known[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
     # Tensors that a module has besides, as attributes, cannot be copied where there is no memory.
     beside = (leaf for m in model.modules() for leaf in tree_flatten(_beside(m))[0])
     for b in chain(model.buffers(), (leaf for leaf in beside if isinstance(leaf, Tensor))):
         if id(b) not in known:
-            known[id(b)] = torch.empty(b.shape, dtype=b.dtype, device=b.device)
+            known[id(b)] = torch.empty(b.shape, dtype=b.dtype, device=device or b.device)
     try:
         twin = copy.deepcopy(model, known)
     except (RuntimeError, TypeError) as error:

@@ -34,13 +34,20 @@ def derived_of(model: nn.Module, blocks: Blocks, batch: Any, size: int) -> dict[
     args, kwargs = arguments(batch, model)
     with accelerator.undrawn(model.parameters()):  # what it draws up to its first block
         found = derive(model, size, args, kwargs, [path for path, _ in blocks])
+    check_derived(model, found, size, kwargs)
+    return found
+
+
+def check_derived(
+    model: nn.Module, found: Mapping[str, Derived], size: int, kwargs: Mapping[str, Any]
+) -> None:
+    """OutsizeError where nothing is cut, or a weight with another use."""
     if not any(derived.groups for derived in found.values()):
         raise OutsizeError(
             f"mesh: tensor is {size}, but nothing of {type(model).__name__} can be cut:"
             f" {_reason(found)}; {_remedy(model, kwargs)}"
         )
     _refuse_ties(model, found)
-    return found
 
 
 def without_caches(model: nn.Module) -> Callable[[], None]:

@@ -1,0 +1,128 @@
+"""Modules of a factory as the planner for other hardware has them, beside figures of others: sums
+by hand, PyTorch's counter of operations, what `prepare` foretells and the native decoder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import outsize
+from outsize.errors import OutsizeError
+from outsize.foresight.layout import Layout
+from outsize.foresight.memory import memory
+from outsize.foresight.named import from_config
+from outsize.foresight.planning.choose import forecast
+from outsize.foresight.planning.layouts import STACK, WIDE
+from outsize.foresight.shape import Shape
+from outsize.hardware import parse_spec
+from outsize.models.adopt import find_blocks
+from outsize.train.prepared.factory import made
+from outsize.train.prepared.foreseen import foreseen
+from outsize.train.prepared.guessed import Given, guessed
+from outsize.train.prepared.module import without_caches
+
+TOKENS = 64
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 6,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
+    "tie_word_embeddings": False, "use_cache": False,
+}  # fmt: skip
+
+
+def llama(**more: object) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**{**LLAMA, **more}))
+
+
+def mlps() -> nn.Module:
+    blocks = (nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(5))
+    return nn.Sequential(*blocks)
+
+
+@cache
+def shape_of(attention: str = "sdpa", precision: str = "fp32", layers: int = 6) -> Shape:
+    torch.manual_seed(0)
+    model = llama(attn_implementation=attention, num_hidden_layers=layers)
+    without_caches(model)
+    given = guessed(model, TOKENS)
+    return foreseen(model, given, 8, find_blocks(model), precision)
+
+
+def layout(devices: int = 1, rows: int = 2, batch: int = 16, **more: object) -> Layout:
+    return Layout(devices, rows, batch, TOKENS, STACK, sequence_parallel=False, **more)
+
+
+def test_states_are_those_of_the_closed_form() -> None:
+    count = sum(p.numel() for p in llama().parameters())
+    shape = shape_of()
+    assert memory(shape, layout()).states == {
+        "weights": 2 * count, "gradients": 4 * count, "optimizer": 12 * count
+    }  # fmt: skip
+    cut = memory(shape, layout(8, shards=8)).states
+    assert cut == {name: n * count / 8 for name, n in (("weights", 2), ("gradients", 4), ("optimizer", 12))}  # fmt: skip  # noqa: E501
+    # Products of blocks are halved by two workers; embedding, head and norms are whole on both.
+    inside = sum(p.numel() for n, p in llama().named_parameters() if n.endswith("proj.weight"))
+    assert memory(shape, layout(2, tensor=2)).states["weights"] == 2 * (count - inside / 2)
+    # Stages of a pipeline have all of it among them.
+    stages = [shape.module.held(layout(3, pipeline=3), place)[0] for place in range(3)]
+    assert sum(stages) == count
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16])
+def test_operations_are_those_that_pytorch_counts(rows: int) -> None:
+    model = llama(attn_implementation="eager")
+    ids = torch.zeros(rows, TOKENS, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    # Frequencies of rotations are a product with one inner element in fp32, which have no gradient.
+    found = shape_of("eager").module.flops(layout(rows=rows, batch=rows))
+    assert found == pytest.approx(counter.get_total_flops(), rel=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("again", [False, True])
+def test_bytes_on_one_device_are_those_of_prepare(rows: int, again: bool) -> None:
+    lay = replace(layout(rows=rows, batch=rows), stack=WIDE, precision="fp32")
+    lay = replace(lay, recompute="full" if again else "none")
+    torch.manual_seed(0)
+    ids = torch.randint(0, 256, (rows, TOKENS))
+    recompute = ["block"] if again else []
+    job = outsize.prepare(llama(), "adamw", memory="1GiB", recompute=recompute)
+    job.step({"input_ids": ids, "labels": ids})
+    foretold = job.preparing.forecast
+    job.close()
+    assert foretold is not None
+    assert memory(shape_of(), lay).tensors == foretold.peak
+
+
+def test_a_native_decoder_of_the_same_shape_is_planned_alike() -> None:
+    """Their blocks differ in what norms and gates write; all else is one architecture."""
+    sizes = {
+        "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000,
+        "num_attention_heads": 32, "num_key_value_heads": 8,
+    }  # fmt: skip
+    native = from_config({**LLAMA, **sizes}, "config.json")
+    with torch.device("meta"):
+        model = llama(**sizes)
+    given = guessed(model, 4096)
+    own = foreseen(model, given, 8, find_blocks(model), "bf16")
+    cluster = parse_spec("8xH100-SXM")
+    chains = replace(STACK, norms=False)
+    for more in ({}, {"shards": 8}, {"pipeline": 2}, {"recompute": "full"}):
+        lay = Layout(8, 1, 64, 4096, chains, sequence_parallel=False, **more)
+        one, other = (
+            forecast(shape, [lay], cluster, [memory(shape, lay)], 1 << 40)[0]
+            for shape in (native, own)
+        )
+        states = sum(one.memory.states.values())  # without the last norm
+        assert sum(other.memory.states.values()) == pytest.approx(states, rel=1e-4)
+        for lane in ("matmul", "attention"):
+            assert other.lanes[lane] == pytest.approx(one.lanes[lane], rel=0.02)
+        print(more, one.seconds, other.seconds, one.memory.process, other.memory.process, one.lanes, other.lanes)
