@@ -140,7 +140,8 @@ def _of_module(shape: Shape, module: Module, lay: Layout, place: int) -> Memory:
     kept = one * _in_flight(lay, place)
     gathered, (block, outside) = 0.0, module.largest(lay)
     if lay.shards > 1:
-        gathered = (4 + lay.stack.gradients) * block + 2 * outside
+        # Of two blocks at once, and of what the code around the blocks may read at any time.
+        gathered = (stored(lay) + lay.stack.gradients) * (resting.RESIDENT * block + outside)
     made = Memory(states, kept + meanwhile, 0.0, gathered, _axes(lay))
     return made if lay.resting == Resting() else _rested(shape, lay, made, kept)
 

@@ -98,6 +98,9 @@ class Module:
             each = cost[again].forward[segment]
             peak, now = max(peak, now + each.workspace), now + _left(each)
         kept = now
+        if lay.pipeline > 1:  # the gradient that comes, and the one that goes
+            ends = (mine[0][0] - 1 if place else None, mine[-1][0])
+            now += sum(self.crossing[i] * lay.rows for i in ends if i is not None)
         for segment, again in reversed(mine):
             for each in (cost[again].again[segment], cost[again].backward[segment]):
                 peak, now = max(peak, now + each.workspace), now + _left(each)

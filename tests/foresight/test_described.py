@@ -262,7 +262,6 @@ def test_stages_between_the_ends_hold_no_vocabulary_and_fewer_microbatches() -> 
         (("llama3-8b", "--hardware", NODE, "--seconds", "nan"), "--seconds is nan"),
         (("llama3-8b", "--hardware", NODE, "--watts", "nan"), "--watts is nan"),
         (("llama3-8b", "--hardware", NODE, "--watts", "inf"), "--watts is inf"),
-        (("somebody.model:made", "--hardware", NODE), "modules of a factory are not planned"),
         (("", "--hardware", NODE), "model '' is unknown"),
         (
             ("llama3-8b", "--hardware", "RTX-4090 + 16GiB host"),

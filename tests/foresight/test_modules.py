@@ -3,28 +3,32 @@ by hand, PyTorch's counter of operations, what `prepare` foretells and the nativ
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import outsize
-from outsize.errors import OutsizeError
+from outsize.cli.main import main
 from outsize.foresight.layout import Layout
 from outsize.foresight.memory import memory
 from outsize.foresight.named import from_config
+from outsize.foresight.planning.asked import TOKENS as TOKENS_AXIS
 from outsize.foresight.planning.choose import forecast
 from outsize.foresight.planning.layouts import STACK, WIDE
 from outsize.foresight.shape import Shape
 from outsize.hardware import parse_spec
 from outsize.models.adopt import find_blocks
-from outsize.train.prepared.factory import made
+from outsize.plan.file import read_plan
 from outsize.train.prepared.foreseen import foreseen
-from outsize.train.prepared.guessed import Given, guessed
+from outsize.train.prepared.guessed import guessed
 from outsize.train.prepared.module import without_caches
 
 TOKENS = 64
@@ -75,7 +79,7 @@ def test_states_are_those_of_the_closed_form() -> None:
     assert sum(stages) == count
 
 
-@pytest.mark.parametrize("rows", [1, 2, 16])
+@pytest.mark.parametrize("rows", [1, 16])
 def test_operations_are_those_that_pytorch_counts(rows: int) -> None:
     model = llama(attn_implementation="eager")
     ids = torch.zeros(rows, TOKENS, dtype=torch.int64)
@@ -86,8 +90,7 @@ def test_operations_are_those_that_pytorch_counts(rows: int) -> None:
     assert found == pytest.approx(counter.get_total_flops(), rel=1e-3)
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(("rows", "again"), [(1, False), (8, True)])
 def test_bytes_on_one_device_are_those_of_prepare(rows: int, again: bool) -> None:
     lay = replace(layout(rows=rows, batch=rows), stack=WIDE, precision="fp32")
     lay = replace(lay, recompute="full" if again else "none")
@@ -125,4 +128,85 @@ def test_a_native_decoder_of_the_same_shape_is_planned_alike() -> None:
         assert sum(other.memory.states.values()) == pytest.approx(states, rel=1e-4)
         for lane in ("matmul", "attention"):
             assert other.lanes[lane] == pytest.approx(one.lanes[lane], rel=0.02)
-        print(more, one.seconds, other.seconds, one.memory.process, other.memory.process, one.lanes, other.lanes)
+        assert other.seconds == pytest.approx(one.seconds, rel=0.06)
+        if lay.shards == 1:  # a module's code may read what lies outside its blocks at any time
+            assert other.memory.process == pytest.approx(one.memory.process, rel=0.05)
+
+
+# -- what a user asks ------------------------------------------------------------------------------
+
+CODE = """
+import torch
+from torch import nn
+from outsize.verify import Adopted
+
+def blocks(count=4, width=32):
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(count)))
+
+def rows():
+    return Adopted(
+        blocks(), lambda step, rows: torch.zeros(rows, 32), lambda y, x: (y - x).square().sum(), len
+    )
+
+def single():
+    return nn.Linear(4, 4)
+
+def boom():
+    raise RuntimeError("boom")
+
+def needs(width):
+    return blocks(width=width)
+
+def number():
+    return 3
+
+class Values(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = blocks()
+
+    def forward(self, x):
+        return self.layers(x) if x.sum().item() > 0 else self.layers(-x)
+"""
+
+
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, *more: str) -> Result:
+    (tmp_path / "their_blocks.py").write_text(CODE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "their_blocks", raising=False)
+    return CliRunner().invoke(main, ["plan", f"their_blocks:{name}", "--hardware", *more])
+
+
+def test_a_plan_is_chosen_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "plan.yaml"
+    more = ("--set", "train.batch_tokens=64", "--require", "pipeline=2", "--json")
+    found = asked(tmp_path, monkeypatch, "rows", "4xH100-SXM", *more, "--out", str(out))
+    assert found.exit_code == 0, found.output
+    best = json.loads(found.output)["plans"][0]
+    assert best["mesh"] in ("data=2,pipeline=2", "pipeline=2,tensor=2")
+    plan = read_plan(out)
+    assert plan.model == "their_blocks:rows"
+    assert plan.plan.segments == 6
+    assert str(plan.plan.mesh) == best["mesh"]
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "words"),
+    [
+        ("single", (), "Linear cannot be split"),
+        ("boom", (), "their_blocks:boom raises RuntimeError: boom"),
+        ("needs", (), "their_blocks:needs needs width; expected a factory without arguments"),
+        ("number", (), "their_blocks:number gives a int; expected an nn.Module"),
+        ("nothing", (), "their_blocks:nothing cannot be imported"),
+        ("Values", (), "Values cannot be rehearsed"),
+        ("rows", ("--set", "train.sequence=32"), "train.sequence is 32, and a row of Sequential"),
+        ("rows", ("--require", f"{TOKENS_AXIS}=2"), "sees whole sequences"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, more: tuple[str, ...], words: str
+) -> None:
+    found = asked(tmp_path, monkeypatch, name, "2xH100-SXM", *more)
+    assert found.exit_code == 2
+    assert words in found.output
+    assert len(found.output.strip().splitlines()) == 1
