@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -170,11 +171,14 @@ def adapters_of(said: Iterable[str]) -> list[tuple[str, float]]:
     for text in said:
         path, equals, number = text.rpartition("=")
         try:
-            found.append((path, float(number)) if equals else (text, 1.0))
+            weight = float(number) if equals else 1.0
         except ValueError:
+            weight = math.nan
+        if not math.isfinite(weight):
             raise OutsizeError(
-                f"--adapter {text}: {number!r} is no number; expected DIR or DIR=WEIGHT"
-            ) from None
+                f"--adapter {text}: {number!r} is no finite number; expected DIR or DIR=WEIGHT"
+            )
+        found.append((path if equals else text, weight))
     return found
 
 

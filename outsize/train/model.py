@@ -59,7 +59,8 @@ def subject(resolved: Resolved) -> tuple[Resolved, Subject]:
         raise OutsizeError(
             f"model {name!r} is neither a preset nor a directory{nearest(name, SHAPES.names())}"
         )
-    return resolved, limited(adapted(found, resolved), resolved)
+    found = adapted(found, resolved)
+    return resolved, replace(found, config=limited(found.config, resolved.config))
 
 
 def _of_run(resolved: Resolved) -> Resolved:
@@ -119,13 +120,22 @@ def adapted(found: Subject, resolved: Resolved) -> Subject:
     return replace(found, config=config, directory=directory, base=fingerprint(directory))
 
 
-def limited(found: Subject, resolved: Resolved) -> Subject:
+def limited(config: DecoderConfig, keys: RunConfig) -> DecoderConfig:
     """The same with no other parameters trained than the run's techniques say."""
-    config = found.config
-    for own in resolved.config.techniques.values():
+    for own in keys.techniques.values():
         if isinstance(own, Limiting):
             config = own.limited(config)
-    return replace(found, config=config)
+    return config
+
+
+def config_in(directory: Path, keys: RunConfig) -> DecoderConfig:
+    """The model in a directory as a run of these keys has it, which somebody has checked: with its
+    adapter and what its weights are held as."""
+    from outsize.checkpoint.hub import read_config
+
+    said = keys.technique(KEY)
+    config = asked(read_config(directory), None if said is None else said.format)
+    return limited(replace(config, adapter=adapter_of(keys)), keys)
 
 
 def _tokenizer_of_data(resolved: Resolved) -> Resolved:
@@ -211,7 +221,8 @@ def subject_of(checkpoint: Checkpoint, resolved: Resolved) -> Subject:
     path = checkpoint.path
     text = BYTES if resolved.get("data.tokenizer") == BYTES else str(path)
     found = Subject(read_config(path), path, open_tokenizer(text), text)
-    found = limited(adapted(found, resolved), resolved)
+    found = adapted(found, resolved)
+    found = replace(found, config=limited(found.config, resolved.config))
     if checkpoint.meta.get(BASE) not in (None, found.base):
         raise OutsizeError(
             f"{found.directory} holds other weights than those that the adapter of {path} was"

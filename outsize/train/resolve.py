@@ -197,9 +197,22 @@ def apply_values(resolved: Resolved, found: Any, source: str) -> Resolved:
         sections = sorted({name.partition(".")[0] for name in (*leaves(), *RENAMED)})
         raise OutsizeError(f"{source}: {found!r}; expected a mapping of {', '.join(sections)}")
     for name, value in _flatten(found, source):
+        _check_switch(name, value, source)
         read_value = read(_leaf(name).kind, value, source, name)
         resolved = resolved.with_value(name, read_value, source)
     return resolved
+
+
+def _check_switch(name: str, value: object, source: str) -> None:
+    """OutsizeError for what neither switches a technique on or off nor is its settings."""
+    found = technique_leaves()
+    if name in found and found[name].kind is bool and not isinstance(value, bool):
+        own = [key.removeprefix(f"{name}.") for key in found if key.startswith(f"{name}.")]
+        if own:
+            raise OutsizeError(
+                f"{place(source, name)}: {value!r}; expected true, false, or a mapping of"
+                f" {', '.join(own)}"
+            )
 
 
 def apply_set(resolved: Resolved, text: str) -> Resolved:
@@ -212,7 +225,8 @@ def apply_set(resolved: Resolved, text: str) -> Resolved:
     found = leaf(name)
     if found is None and not _keys(name):
         raise _unknown(name, SET)
-    value = load_yaml(raw, f"{SET} {name}")
+    # A star is a pattern's (train.only=*.bias), where YAML has an alias.
+    value = raw if raw.startswith("*") else load_yaml(raw, f"{SET} {name}")
     if isinstance(value, dict) and set(value) <= set(_keys(said.strip())):
         name = said.strip()  # data={path: text}, where data=text would do
         found = None

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from outsize.checkpoint.hub import read_config
 from outsize.data import Batch, TrainStream
 from outsize.hardware.host import cores, keep_freed, own_mappings
 from outsize.launch import WorkerGroup
@@ -33,7 +32,7 @@ from outsize.simulate.calibrate import Times, blocks, calibrate, retimed, timed
 from outsize.simulate.shared_cores import ROUNDS, on_cores, paces
 from outsize.simulate.trial import lasts
 from outsize.simulate.worker_profile import COUNTED, TURNS, WARM, Durations, durations, work
-from outsize.train.model import subject
+from outsize.train.model import config_in, subject
 from outsize.train.recipe import recipe_of
 from outsize.train.resolve import DERIVED, Resolved, apply_text
 from outsize.train.setup import Setup
@@ -182,7 +181,7 @@ class Subject:
         if self.directory is None:
             config = subject(resolved)[1].config
         else:
-            config = read_config(Path(self.directory))
+            config = config_in(Path(self.directory), resolved.config)
         plan = from_yaml(self.plan)
         set_heap(plan)
         return resolved, plan, config

@@ -158,3 +158,16 @@ def test_virtual_tokens_are_trained_gone_on_with_exported_and_generated_behind(i
     theirs = transformers.AutoModelForCausalLM.from_pretrained(base)
     again = peft.PeftModel.from_pretrained(theirs, home / "out").eval()
     torch.testing.assert_close(again(ids).logits, ours(ids), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("said", ["[1]", "1", "rank", "null"])
+def test_settings_that_are_no_mapping_say_what_there_is(invoke, home, said):
+    refused = invoke("train", "run.yaml", "--set", f"adapt={{lora: {said}}}")
+    assert refused.exit_code == 2
+    assert "expected true, false, or a mapping of rank, alpha, targets" in refused.output
+
+
+@pytest.mark.parametrize("weight", ["nan", "inf", "x", ""])
+def test_a_weight_of_an_adapter_is_a_finite_number(invoke, home, base, weight):
+    refused = invoke("generate", "base", "--adapter", f"own={weight}")
+    assert refused.exit_code == 2 and f"'{weight}' is no finite number" in refused.output

@@ -14,9 +14,13 @@ from rich.console import Console
 from threads import play
 from torch.distributed import HashStore
 
+import outsize
 from outsize.cli.main import main
 from outsize.collectives import Mesh
 from outsize.launch import Heartbeat, Mailbox, WorkerGroup
+from outsize.models.build import build
+from outsize.models.families import parse
+from outsize.models.presets import SHAPES
 from outsize.simulate.shared_cores import on_cores
 from outsize.simulate.worker_profile import durations
 from outsize.train import timing
@@ -88,6 +92,20 @@ def test_copies_of_a_pipeline_are_timed_too(runs):
     assert len(found.paces) == 4 and found.paces[0] == 1.0
     assert found.forecast.seconds == found.forecast.trace.span() != setup.forecast.seconds
     assert found.forecast.peak == setup.forecast.peak
+
+
+@pytest.mark.parametrize(
+    "more", [{"mesh": "tensor=2"}, {"mesh": "pipeline=2", "weights": "int4:16"}]
+)
+def test_all_workers_time_the_model_that_is_trained(runs, more):
+    """Of a directory too: with its adapter and its codes."""
+    base = runs.home / "base"
+    outsize.save(build(parse({**SHAPES.get("tiny")}), seed=2), base)
+    changes = {"model__name": base, "adapt__loha__rank": 2, "threads": 1}
+    setup = set_up(resolve(None, runs.sets(**changes, **more)))
+    told = timing.Subject(*timing._subject(setup, setup.plan))
+    assert told.resolved()[2] == setup.subject.config
+    assert together(setup).forecast.seconds > 0
 
 
 def test_what_takes_long_is_left_out(setup, monkeypatch):
