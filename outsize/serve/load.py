@@ -10,8 +10,8 @@ import torch
 
 from outsize import accelerator
 from outsize.checkpoint.combining import combined
-from outsize.checkpoint.hub import describe, read_config
-from outsize.checkpoint.whole import check_whole
+from outsize.checkpoint.hub import CONFIG, describe, read_config
+from outsize.checkpoint.whole import check_whole, taken_apart
 from outsize.collectives import Lone, Mesh, World, from_environment
 from outsize.errors import OutsizeError
 from outsize.models.coding import asked
@@ -38,16 +38,20 @@ def on_mesh(
     """The model in a Hugging Face directory on this worker of `world`; with limits its part stays
     in the files. leave: called in the end. settings: of the plan. weights: what
     the blocks' are held as; None: as they lie. adapters: directories of some, and what each counts,
-    which the weights take up. OutsizeError for an adapter's directory."""
-    check_whole(path)
-    found = describe(path, asked(read_config(path), weights, "weights"))
-    if adapters:
+    which the weights take up, as they do that of an adapter's directory. OutsizeError for one that
+    they cannot, and for any within limits."""
+    if limits is not None:
+        check_whole(path)
+    base, own = taken_apart(path)
+    found = describe(base, asked(read_config(base), weights, "weights"))
+    if adapters := (*own, *adapters):
         if limits is not None:
             raise OutsizeError(
                 "--adapter is for weights in memory; merge it (outsize merge) before"
             )
         form = shells(found, found.dtypes(dtype), accelerator.named(device))
         found = combined(found, adapters, form)
+        found.model.origin = path if (path / CONFIG).is_file() else base
     home: OnMesh | InFiles
     if limits is None:
         home = OnMesh(found, world, dtype, device, leave, settings)

@@ -12,9 +12,11 @@ import transformers
 from run_files import files_of
 
 import outsize
+from outsize.collectives import Lone
 from outsize.errors import OutsizeError
 from outsize.models.build import build
 from outsize.models.families import parse
+from outsize.serve.load import on_mesh
 from outsize.train.metrics import read_metrics
 
 SETS = ("--set", "model=base", "--set", "adapt.lora.rank=4")
@@ -103,7 +105,8 @@ def test_what_wants_a_whole_model_says_how_to_have_one(invoke, home, base, adapt
     outsize.save(made, home / "own", adapter_only=True)
     remedy = "outsize merge own" if adapter == "lora" else "use it in memory on one worker"
     words = ("generate", "own", "--prompt", "line", "--tokenizer", "bytes")
-    for more in (("--memory", "64MiB"), ("--mesh", "tensor=2")):
+    meshes = () if adapter == "lora" else (("--mesh", "tensor=2"),)
+    for more in (("--memory", "64MiB"), *meshes):
         refused = invoke(*words, *more)
         assert refused.exit_code == 2 and remedy in refused.output
         assert "own holds an adapter alone; expected a whole model" in refused.output
@@ -158,6 +161,23 @@ def test_virtual_tokens_are_trained_gone_on_with_exported_and_generated_behind(i
     theirs = transformers.AutoModelForCausalLM.from_pretrained(base)
     again = peft.PeftModel.from_pretrained(theirs, home / "out").eval()
     torch.testing.assert_close(again(ids).logits, ours(ids), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["lora", "dora", "ia3"])
+def test_an_adapters_own_directory_is_opened_for_a_mesh(home, base, method):
+    """Its base's weights take it up while they are read: by each worker its part of them."""
+    made = outsize.adapt(outsize.load(base, torch.float64), method)
+    with torch.no_grad():
+        for name, value in made.named_parameters():
+            if ".beside." in name:
+                value.add_(torch.randn(value.shape, dtype=torch.float64), alpha=0.1)
+    outsize.save(made, home / "own", adapter_only=True)
+    ids = torch.arange(12)[None]
+    expected, plain = made(ids), outsize.load(base, torch.float64)(ids)
+    assert not torch.allclose(expected, plain, rtol=1e-3)
+    with on_mesh(home / "own", Lone(), torch.float64) as model:
+        torch.testing.assert_close(model(ids), expected, rtol=1e-10, atol=1e-10)
+        assert model.origin == base
 
 
 @pytest.mark.parametrize("said", ["[1]", "1", "rank", "null"])

@@ -143,3 +143,39 @@ def test_a_prompt_that_is_no_text():
 
     with pytest.raises(OutsizeError, match="prompt is not UTF-8 behind 'caf'"):
         prompt_ids(ByteTokenizer(), "caf\udce9")
+
+
+def test_a_loss_sees_a_batch_as_it_was_handed_in():
+    """A tokenizer's BatchEncoding, whose entries have names, cut into microbatches too; so does a
+    count, and a Task."""
+    from transformers import BatchEncoding
+
+    def total(output, batch):
+        assert type(batch) is BatchEncoding
+        return ((output - batch.labels) ** 2).sum()
+
+    class Line(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 1, dtype=torch.float64)
+
+        def forward(self, inputs, labels=None):
+            return self.layer(inputs)[:, 0]
+
+    inputs, labels = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    module = Line()
+    expected = float(((module(inputs) - labels) ** 2).mean().detach())
+    batch = BatchEncoding({"inputs": inputs, "labels": labels})
+    job = outsize.prepare(
+        module, SGD(0.0), loss=total, count=lambda batch: len(batch.labels), microbatches=2
+    )
+    assert float(job.step(batch)) == pytest.approx(expected, rel=1e-12)
+    job.close()
+    task = outsize.Task(
+        lambda rows: BatchEncoding({"inputs": inputs[rows], "labels": labels[rows]}), total,
+        lambda output, batch: output.detach() + 0 * batch.labels,
+    )  # fmt: skip
+    job = outsize.prepare(module, SGD(0.0), loss=task.loss, count=task.count)
+    assert task.fit(job, range(6), rows=6) == pytest.approx([expected], rel=1e-12)
+    found = torch.stack(task.predict(job, range(6)))
+    torch.testing.assert_close(found, module(inputs).detach(), rtol=1e-12, atol=1e-12)

@@ -3,7 +3,7 @@ loss an output carries."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -74,6 +74,33 @@ def seen_into(batch: Any) -> Any:
     return dict(batch) if own else batch
 
 
+class AsGiven:
+    """The type in which batches were handed in: that in which a loss, and a count, see them."""
+
+    def __init__(self) -> None:
+        self._again: Callable[[Any], Any] | None = None
+
+    def seen_into(self, batch: Any) -> Any:
+        """As `seen_into`; the type of what becomes a dictionary is kept, where one makes it."""
+        made, self._again = seen_into(batch), None
+        if made is not batch:
+            try:
+                type(batch)(made)
+                self._again = type(batch)
+            except (TypeError, ValueError):
+                pass  # it is made of something else
+        return made
+
+    def loss(self, own: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+        return lambda output, batch: own(output, self._as_handed(batch))
+
+    def count(self, own: Callable[[Any], float]) -> Callable[[Any], float]:
+        return lambda batch: own(self._as_handed(batch))
+
+    def _as_handed(self, batch: Any) -> Any:
+        return batch if self._again is None or type(batch) is not dict else self._again(batch)
+
+
 def refuse_empty(batch: Any) -> None:
     """OutsizeError for a batch without a row, or rows without an element: it has no loss."""
     for item in tree_leaves(batch.ids_BS if isinstance(batch, Batch) else batch):
@@ -87,7 +114,7 @@ def refuse_empty(batch: Any) -> None:
 
 def rows_of(batch: Any) -> int:
     """The first dimension of a batch's first tensor that has one."""
-    for item in tree_leaves(batch):
+    for item in tree_leaves(seen_into(batch)):
         if isinstance(item, Tensor) and item.ndim:
             return max(1, item.shape[0])
     return 1

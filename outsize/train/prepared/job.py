@@ -25,7 +25,7 @@ from outsize.runtime.generating import Generated
 from outsize.schedule.kept import PARAMETERS
 from outsize.simulate import Forecast
 from outsize.train.prepared import states
-from outsize.train.prepared.batches import refuse_empty, rows_in, seen_into, tokens_of
+from outsize.train.prepared.batches import AsGiven, refuse_empty, rows_in, tokens_of
 from outsize.train.prepared.making import Preparing, refuse_small_budget
 from outsize.train.prepared.module import Guard, buffers_now, without_caches
 from outsize.train.prepared.optimizers import Handed
@@ -213,7 +213,9 @@ class Prepared:
                 " now; make the model anew and call outsize.prepare"
             )
         preparing.join()
-        made = preparing.alike(lambda: _checked(self.model, batch, lr, self._handed))
+        made = preparing.alike(
+            lambda: _checked(self.model, batch, lr, self._handed, self.settings.batches)
+        )
         if self._job is None:
             self._job = self._make(made)
         preparing.meet(made)
@@ -246,11 +248,14 @@ class Prepared:
             self._stack.close()
 
 
-def _checked(model: nn.Module, batch: Any, lr: float | None, handed: Handed) -> Any:
+def _checked(
+    model: nn.Module, batch: Any, lr: float | None, handed: Handed, batches: AsGiven
+) -> Any:
     """A batch as a job takes it, and a rate and settings that it can have."""
     check_rate(lr)
     handed.follow()
-    made = tokens_of(batch, model.config.vocab) if isinstance(model, Decoder) else seen_into(batch)
+    native = isinstance(model, Decoder)
+    made = tokens_of(batch, model.config.vocab) if native else batches.seen_into(batch)
     refuse_empty(made)
     return made
 

@@ -28,7 +28,7 @@ from outsize.plan.settings import NONE, PLAN_SETTINGS
 from outsize.plan.settings import Settings as PlanSettings
 from outsize.plan.spread import pipelined, sharding
 from outsize.search import PlanRequest
-from outsize.train.prepared.batches import rows_in
+from outsize.train.prepared.batches import AsGiven, rows_in
 from outsize.train.prepared.loss_sums import SumOfRows
 from outsize.train.prepared.refusals import (
     check_approximate,
@@ -135,6 +135,7 @@ class Settings:
     whose batches and memory are these; by_target: the loss of a native decoder, to which `added` is
     added in training. said: all options, settings those of techniques."""
 
+    batches: AsGiven
     loss: Loss | None
     by_target: ByTarget | None
     count: Callable[[Any], float] | None
@@ -252,7 +253,10 @@ def settings_of(
         check_adopted(mesh, type(model).__name__)
     again = said["recompute"]
     own, by_target = _losses(model, loss, count)
+    batches = AsGiven()
+    own, count = own and batches.loss(own), count and batches.count(count)
     made = Settings(
+        batches=batches,
         loss=SumOfRows(own, count) if own is not None and count is not None else own,
         by_target=by_target,
         count=count,
