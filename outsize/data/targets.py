@@ -155,7 +155,15 @@ class _Reading:
 
     def _render(self, count: int, prompt: bool) -> str:
         own = self.turns
-        return self.template.render(own.where, own.messages[:count], own.tools, prompt)[0]
+        try:
+            return self.template.render(own.where, own.messages[:count], own.tools, prompt)[0]
+        except OutsizeError:
+            if count:
+                raise
+            raise OutsizeError(
+                f"{own.where}: message 1 is the assistant's, and the chat template of"
+                f" {self.template.name} takes none before the user's; leave that message out"
+            ) from None
 
 
 def _alike(text: str, other: str) -> int:

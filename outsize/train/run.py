@@ -93,15 +93,13 @@ def start(resolved: Resolved, console: Console, worker_group: WorkerGroup | None
     own = data_config(resolved.config, "bytes")
     check_paths((*own.paths(), *own.evaluation))
     check_prompt(resolved.config.sample.prompt)
+    if resolved.config.output is not None:  # before data are read and blocks timed
+        _refuse_another(Checkpoints(resolved.config.output))
     setup = set_up(resolved)
     ready = ready_of(setup, console, worker_group)
     store = _store(ready.setup)
     with store:
-        if store.steps():
-            raise OutsizeError(
-                f"output {store.directory} holds a run already (step {store.latest()}): go on with"
-                f" {resume_command(store.directory)}, or choose another directory"
-            )
+        _refuse_another(store)
         write_text(ready.setup.resolved.to_yaml(), store.directory / RUN)
         write_text(to_yaml(replace(setup.plan, budget=None)), store.directory / PLAN)
         _say(ready, store, None, worker_group)
@@ -260,6 +258,15 @@ def _tell_threads(recorded: Resolved, resolved: Resolved, console: Console) -> N
             console,
             f"threads: {now}, where the run had {then}: sums are taken in another order, so the"
             " numbers may differ in their last bits",
+        )
+
+
+def _refuse_another(store: Checkpoints) -> None:
+    """OutsizeError where a run's checkpoints are."""
+    if store.steps():
+        raise OutsizeError(
+            f"output {store.directory} holds a run already (step {store.latest()}): go on with"
+            f" {resume_command(store.directory)}, or choose another directory"
         )
 
 

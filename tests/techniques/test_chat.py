@@ -193,6 +193,15 @@ def test_a_template_that_does_not_serve(tmp_path, monkeypatch, text, message):
         opened(tmp_path, [{"messages": messages(CHATS[2])}], directory)
 
 
+def test_a_chat_that_begins_with_an_answer(tmp_path):
+    """By a template that reads the first message: it has none to render before that answer."""
+    text = "{{ messages[0].role }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    directory = chats.tokenizer(tmp_path / "tokenizer", text)
+    chat = {"messages": [{"role": "assistant", "content": "hi"}, {"role": "user", "content": "a"}]}
+    with pytest.raises(OutsizeError, match=r"chats\.jsonl:1: message 1 is the assistant's.*leave"):
+        opened(tmp_path, [chat], directory)
+
+
 def test_text_files_are_no_chats(tmp_path):
     directory = chats.tokenizer(tmp_path / "tokenizer", template("chatml"))
     (tmp_path / "a.txt").write_text("hello")

@@ -87,8 +87,10 @@ def test_events_are_written_for_tensorboard(runs) -> None:
     assert {(1, "loss"), (3, "loss"), (3, "validation_bits_per_byte")} <= tags
 
 
-def test_a_second_start_in_the_same_directory_is_refused(runs) -> None:
+def test_a_second_start_in_the_same_directory_is_refused(runs, monkeypatch) -> None:
+    """Before its data are read."""
     runs.train(train__steps=2)
+    monkeypatch.setattr("outsize.train.run.ready_of", lambda *_: pytest.fail("it reads its data"))
     with pytest.raises(OutsizeError, match=r"holds a run already \(step 2\).*--resume"):
         runs.train(train__steps=2)
 

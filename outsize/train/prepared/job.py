@@ -254,8 +254,10 @@ def _checked(
     """A batch as a job takes it, and a rate and settings that it can have."""
     check_rate(lr)
     handed.follow()
-    native = isinstance(model, Decoder)
-    made = tokens_of(batch, model.config.vocab) if native else batches.seen_into(batch)
+    if isinstance(model, Decoder):
+        made: Any = tokens_of(batch, model.config.vocab)
+    else:
+        made = batches.seen_into(batch)
     refuse_empty(made)
     return made
 

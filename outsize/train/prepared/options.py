@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -135,7 +135,6 @@ class Settings:
     whose batches and memory are these; by_target: the loss of a native decoder, to which `added` is
     added in training. said: all options, settings those of techniques."""
 
-    batches: AsGiven
     loss: Loss | None
     by_target: ByTarget | None
     count: Callable[[Any], float] | None
@@ -155,6 +154,7 @@ class Settings:
     said: Options
     settings: PlanSettings
     added: LossOptions
+    batches: AsGiven = field(default_factory=AsGiven)
 
     @property
     def whole(self) -> bool:
@@ -253,11 +253,8 @@ def settings_of(
         check_adopted(mesh, type(model).__name__)
     again = said["recompute"]
     own, by_target = _losses(model, loss, count)
-    batches = AsGiven()
-    own, count = own and batches.loss(own), count and batches.count(count)
     made = Settings(
-        batches=batches,
-        loss=SumOfRows(own, count) if own is not None and count is not None else own,
+        loss=own,
         by_target=by_target,
         count=count,
         blocks=() if isinstance(model, Decoder) else _blocks(model, blocks, mesh),
@@ -282,7 +279,16 @@ def settings_of(
     check_pipeline(made)
     check_vocabulary(model, made)
     check_spread(model, made)
-    return without_blocks_that_tell(model, made)
+    return _as_given(without_blocks_that_tell(model, made))
+
+
+def _as_given(made: Settings) -> Settings:
+    """The same, whose loss and count see batches in the type in which they are handed in."""
+    own, count = made.loss and made.batches.loss(made.loss), made.count
+    if count is not None:
+        count = made.batches.count(count)
+        own = own and SumOfRows(own, count)
+    return replace(made, loss=own, count=count)
 
 
 def _plan_given(plan: Plan | str | Path, model: nn.Module) -> Plan:
