@@ -109,7 +109,8 @@ class Stage:
 
     @property
     def whole(self) -> bool:
-        """Only the stage's input is kept; everything else is computed again."""
+        """Only the stage's input is kept (of an adopted module each block's, as its own code runs
+        between them); everything else is computed again."""
         return self.recompute == ("block",)
 
 
