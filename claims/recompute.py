@@ -154,8 +154,8 @@ def main() -> None:
         'Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016',
         "a residual network of 1,000 layers on ImageNet from 48 GB to 7 GB for 30% more time",
         f"{kept.held:.1f} GB to {best.told(kept)}",
-        f"{3 * sum(DEPTHS) + 2} layers as the authors' example has them, {IMAGES} images of {SIDE} x"
-        f" {SIDE}, float32, activations beside weights and states, rehearsed for a V100; runs of"
+        f"{3 * sum(DEPTHS) + 2} layers as the authors' example has them, {IMAGES} images of {SIDE}"
+        f" x {SIDE}, float32, activations beside weights and states, rehearsed for a V100; runs of"
         " units as blocks, of the sweep that is printed those with fewest operations within 7 GB",
         Figure("GB of activations", best.held, LESS, "", nothing=KEPT, less=True, how="simulated"),
         Figure("fewer bytes", kept.held / best.held, KEPT / LESS, how="simulated"),
