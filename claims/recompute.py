@@ -2,13 +2,15 @@
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016: a residual network of 1,000
 layers on ImageNet from 48 GB to 7 GB, for 30% more time. The network is the authors' own
-(dmlc/mxnet-memonger, example_resnet.py: four stages in the proportion of 3, 24, 36 and 3, 32 images
-of 224 x 224), so many units of three layers that there are a thousand. It is somebody's module to
-the product; runs of units are its blocks, of which a plan keeps the input alone, and of the last
-one everything, since its backward pass comes next. Where runs end is found as in the paper's third
-algorithm, from the last one on: as soon as what they hold is more than a budget; the budgets that
-are tried are printed.
-Bytes, operations and seconds are rehearsed, and the tests hold such figures against measured ones.
+(dmlc/mxnet-memonger, example_resnet.py, with 32 images of 224 x 224): its four stages of 3, 24, 36
+and 3 units of three layers are here as many times longer as a thousand layers need, since how the
+paper shares them out is not known. It is somebody's module to the product; runs of units are its
+blocks, of which a plan keeps the input alone, and of the last one everything, since its backward
+pass comes next. Where runs end is found as in the paper's third algorithm: as soon as what they
+hold is more than a budget, from the first unit on, as there, and from the last one on, which makes
+the run that is kept a full one. All that is tried is printed, and beside it what the product does
+by itself, which is units one by one. Bytes, operations and seconds are rehearsed, and the tests
+hold such figures against measured ones.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from outsize.simulate.forecast import forecast
 
 DEPTHS, BASE, IMAGES, SIDE = (15, 121, 182, 15), 64, 32, 224  # 3 x 333 + 2 layers
 KEPT, LESS, SLOWER = 48.0, 7.0, 1.3  # GB, GB, times
-BUDGETS = (4, 5, 6)  # GB of a run
+BUDGETS = (1, 2, 3, 4, 5, 6)  # GB of a run
 
 
 def layer(inner: int, outer: int, kernel: int, stride: int = 1) -> nn.Sequential:
@@ -124,39 +126,45 @@ def foretold(ends: Sequence[int], again: int) -> Step:
     return Step(held, made.flops, made.seconds)
 
 
-def ends_of(budget: float) -> list[int]:
-    """Where runs of units end that hold as much as a budget, GB, counted from the last one."""
-    ends, held, count = [], 0.0, sum(DEPTHS)
-    ends.append(count)
-    for stage, depth in reversed(list(enumerate(DEPTHS))):
+def ends_of(budget: float, backwards: bool) -> list[int]:
+    """Where runs of units end that hold as much as a budget, GB, from the first or the last on."""
+    sizes = []
+    for stage, depth in enumerate(DEPTHS):
         # Of a unit: its input, and what each of its layers gives, before and behind its norm.
         side, width = SIDE // 4 // 2**stage, BASE * 2**stage
-        each = IMAGES * side**2 * width * (4 + 2 * (1 + 1 + 4)) * 4 / 1e9
-        for _ in range(depth):
-            held, count = held + each, count - 1
-            if held > budget and count:
-                ends.append(count)
-                held = 0.0
-    return ends[::-1]
+        sizes += depth * [IMAGES * side**2 * width * (4 + 2 * (1 + 1 + 4)) * 4 / 1e9]
+    ends, held = [0], 0.0
+    for count, size in enumerate(sizes[::-1] if backwards else sizes, start=1):
+        held += size
+        if held > budget and count < len(sizes):
+            ends.append(count)
+            held = 0.0
+    ends.append(len(sizes))
+    return sorted(len(sizes) - end for end in ends)[1:] if backwards else ends[1:]
 
 
 def main() -> None:
-    every = [ends_of(budget) for budget in BUDGETS]
-    cases = [(every[0], 0), *((ends, len(ends) - 1) for ends in every)]
+    units = sum(DEPTHS)
+    ways = [(budget, backwards) for backwards in (False, True) for budget in BUDGETS]
+    every = [ends_of(*way) for way in ways]
+    cases = [(every[0], 0), (range(1, units + 1), units), *((e, len(e) - 1) for e in every)]
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
-        kept, *found = pool.map(foretold, *zip(*cases, strict=True))
+        kept, single, *found = pool.map(foretold, *zip(*cases, strict=True))
     print(f"  nothing again: {kept.held:.1f} GB")
-    for budget, ends, made in zip(BUDGETS, every, found, strict=True):
-        print(f"  {len(ends)} runs of {budget} GB: {made.told(kept)}")
+    print(f"  units one by one: {single.told(kept)}")
+    for (budget, backwards), ends, made in zip(ways, every, found, strict=True):
+        start = "last" if backwards else "first"
+        print(f"  {len(ends)} runs of {budget} GB, the {start} one first: {made.told(kept)}")
     best = min([m for m in found if m.held <= LESS] or found, key=lambda made: made.flops)
     again, longer = best.flops / kept.flops, best.seconds / kept.seconds
     conclude(
         'Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016',
         "a residual network of 1,000 layers on ImageNet from 48 GB to 7 GB for 30% more time",
-        f"{kept.held:.1f} GB to {best.told(kept)}",
-        f"{3 * sum(DEPTHS) + 2} layers as the authors' example has them, {IMAGES} images of {SIDE}"
-        f" x {SIDE}, float32, activations beside weights and states, rehearsed for a V100; runs of"
-        " units as blocks, of the sweep that is printed those with fewest operations within 7 GB",
+        f"{kept.held:.1f} GB to {best.told(kept)}; units one by one {single.told(kept)}",
+        f"{3 * units + 2} layers, units of the authors' example, {', '.join(map(str, DEPTHS))} of"
+        f" them in its stages, which is ours; {IMAGES} images of {SIDE} x {SIDE}, float32,"
+        " activations beside weights and states, rehearsed for a V100; runs of units as blocks by"
+        " hand, of the sweep that is printed those with fewest operations within 7 GB",
         Figure("GB of activations", best.held, LESS, "", nothing=KEPT, less=True, how="simulated"),
         Figure("fewer bytes", kept.held / best.held, KEPT / LESS, how="simulated"),
         Figure("operations", again, SLOWER, nothing=2.0, less=True, how="simulated"),
