@@ -36,7 +36,6 @@ from outsize.collectives import threads
 from outsize.hardware.probe import keep
 from outsize.kernels import native
 from outsize.launch import fingerprint
-from outsize.schedule import layout
 from outsize.train import timing
 
 # The same examples on every machine, and no verdict by the clock of a busy one.
@@ -66,7 +65,6 @@ def _same_start() -> Iterator[None]:
     if torch.cuda.is_available():  # without, each seeding of it formats and keeps a traceback
         torch.cuda.manual_seed_all(0)
     torch.set_num_threads(1)
-    layout.places.cache_clear()  # tests compile otherwise what another has compiled
     yield
     torch.set_default_dtype(torch.float32)
     if torch.are_deterministic_algorithms_enabled():

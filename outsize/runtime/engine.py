@@ -27,7 +27,7 @@ from outsize.runtime.lanes import Board, Lanes
 from outsize.runtime.points import Points
 from outsize.runtime.watch import Watch
 from outsize.schedule import Action, Kind, Lane, Schedule, State
-from outsize.schedule.waits import settled
+from outsize.schedule.waits import settled, waits
 from outsize.trace.trace import Event
 
 Call = Callable[[], None]
@@ -145,7 +145,7 @@ class Engine:
         actions, due = schedule.workers[0], settled(schedule)
         steps = tuple(
             self._step(index, action, points, needed, due.get(index, ()))
-            for index, (action, needed) in enumerate(zip(actions, schedule.waits, strict=True))
+            for index, (action, needed) in enumerate(zip(actions, waits(schedule), strict=True))
         )
         lanes: dict[Lane, int] = {
             a.lane: i for i, a in enumerate(actions) if a.lane is not Lane.COMPUTE

@@ -37,8 +37,8 @@ from outsize.runtime.storage.states import Stateful, States
 from outsize.runtime.storage.weight_pool import WeightPool
 from outsize.runtime.totals import Totals
 from outsize.runtime.watch import Watch
-from outsize.schedule import Kind, Schedule
-from outsize.schedule.programs import evaluate, generate, most_groups
+from outsize.schedule import Kind, Schedule, prove
+from outsize.schedule.programs import evaluate, generating, most_groups
 
 
 class Job(Stateful):
@@ -75,9 +75,9 @@ class Job(Stateful):
         """Place the states of what is trained, and make their buffers and lists."""
         (here, cuts), flow, plan = self._made, self.flow, self.plan
         method = method_of(plan.approximate)
-        self.placement = method.placement(flow, plan, self.recipe, here, cuts).shared
+        self.placement = method.placement(flow, plan, self.recipe, here, cuts)
         self.program = method.program(flow, self.placement)
-        own = self.program.proved(self.world.rank)
+        prove(self.program)
         device = next(iter(self.owners.values())).device
         chunks, kind, line = self.placement.chunks, self.watch.kind, along(self.world, "pipeline")
         self.totals, self.shard_groups = Totals(self.world, chunks), ShardGroups(self.world, chunks)
@@ -97,7 +97,7 @@ class Job(Stateful):
         self.engine: Engine = self.method.engine
         if plan.precision.invariant:
             self.engine.within = alone
-        self.loaded = self.playable(own)
+        self.loaded = self.playable(self.program.own)
         self._evaluations: dict[int, Loaded] = {}
         self.evaluated: Sequence[Ran] = ()  # the actions that evaluated last
         self.__dict__.pop("tokens", None)
@@ -152,7 +152,7 @@ class Job(Stateful):
         return self.method.stated(self.held)
 
     def playable(self, schedule: Schedule) -> Loaded:
-        """A list that the job's engine can play: one that the prover has passed, over the same
+        """A list that the job's engine can play: one that `prove` has passed, over the same
         rooms."""
         uses, behind = self.placement.items.residency.uses, self.plan.update == "behind"
         return self.engine.load(schedule, Points(schedule, uses, behind))
@@ -218,8 +218,9 @@ class Job(Stateful):
     def _losses(self, batch: Any, cuts: Sequence[tuple[int, int]], own: int) -> list[Tensor]:
         """Of the microbatches that this worker books; the first `own` of them count."""
         if len(cuts) not in self._evaluations:
-            own_list = evaluate(self.placement, len(cuts)).proved(self.world.rank)
-            self._evaluations[len(cuts)] = self.playable(own_list)
+            program = evaluate(self.placement, len(cuts))
+            prove(program)
+            self._evaluations[len(cuts)] = self.playable(program.own)
         microbatches = self.method.microbatches
         microbatches.ready(batch, cuts, 1.0)
         self.evaluated = self.engine.play(self._evaluations[len(cuts)], time.perf_counter())
@@ -237,8 +238,7 @@ class Job(Stateful):
             self.method.microbatches.carry(begun)
 
         def playable(kind: Kind, groups: int, steps: int) -> Loaded:
-            program = generate(self.placement, kind, groups, steps)
-            return self.playable(program.proved(self.world.rank))
+            return self.playable(generating(self.placement, kind, groups, steps))
 
         return TokenSteps(
             native(self.flow), self.engine, self.method.sample, playable, begin,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from outsize.memory.arrange import arrange, least
 from outsize.plan import Plan, Stream
-from outsize.plan import plan as plans
 from outsize.schedule.action import Kind, Lane, State
 from outsize.schedule.chunks import Chunks
 from outsize.schedule.compile.evaluate import forwards
@@ -22,7 +21,6 @@ from outsize.schedule.passes.ends import alone
 from outsize.schedule.passes.offload import streamed, visits
 from outsize.schedule.passes.pipeline import linked, placed
 from outsize.schedule.passes.shard import spread
-from outsize.schedule.program import Program
 from outsize.schedule.residency import Room
 from outsize.schedule.schedule import Schedule
 
@@ -43,22 +41,10 @@ class Placement:
     def plan(self) -> Plan:
         return self.chunks.plan
 
-    @cached_property
-    def places(self) -> Places:
-        """Those of all workers, which all have that ask in this process for as much."""
-        chunks, items = self.chunks, self.items
-        lying = tuple(sorted(chunks.lying.items(), key=lambda one: one[0]))
-        told = (chunks.plan, plans.PART, chunks.every, chunks.uses, chunks.kept, lying)
-        return places(Told((*told, items.host, items.apart, self.cuts), self))
-
     def elsewhere(self, index: int, turn: int) -> Placement:
         """The same on the worker at a place of the data and of the pipeline axis."""
-        return self.places.at(index, turn)
-
-    @property
-    def shared(self) -> Placement:
-        """The same, with what others have found of it."""
-        return self.elsewhere(self.chunks.index, self.chunks.turn)
+        chunks = replace(self.chunks, index=index, turn=turn)
+        return replace(self, items=replace(self.items, chunks=chunks))
 
     @cached_property
     def base(self) -> Schedule:
@@ -140,39 +126,6 @@ class Placement:
         ends = ends_of(self.plan.pipeline)
         base = base if ends is None else alone(base, self.chunks.rows[-1], ends)
         return streamed(base, spare, self.rooms, stream)
-
-
-@dataclass
-class Places:
-    """A plan's placements on all workers, which differ in their places on the mesh alone, and what
-    has been compiled of them. Workers that are threads of one process find it once, as do a job
-    that goes on where another was, and a run behind its forecast."""
-
-    one: Placement
-    programs: dict[Hashable, Program] = field(default_factory=dict)
-    _known: dict[tuple[int, int], Placement] = field(default_factory=dict)
-
-    def at(self, index: int, turn: int) -> Placement:
-        """The one at a place of the data and of the pipeline axis."""
-        if (index, turn) not in self._known:
-            chunks = replace(self.one.chunks, index=index, turn=turn)
-            made = replace(self.one, items=replace(self.one.items, chunks=chunks))
-            self._known.setdefault((index, turn), made)
-        return self._known[index, turn]
-
-
-@dataclass(frozen=True)
-class Told:
-    """What tells a placement's places from others."""
-
-    told: tuple[Hashable, ...]
-    one: Placement = field(compare=False)
-
-
-@lru_cache(maxsize=4)  # programs of many workers are large
-def places(told: Told) -> Places:
-    """Those of equal placements, which are the same object while they are in use."""
-    return Places(told.one)
 
 
 @lru_cache(maxsize=64)  # a search asks some ten times for the same, and so does each worker

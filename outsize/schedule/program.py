@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from outsize.schedule.schedule import Schedule
-
-if TYPE_CHECKING:
-    from outsize.schedule.proof import Proof
 
 BUFFERS = 2  # tensors that one worker may have sent to another before they are received
 
@@ -74,20 +70,10 @@ class Program:
         """The list of a worker, with what it has of the step."""
         return self.lists[self.which[rank]]
 
-    @cached_property
-    def _proof(self) -> Proof:
-        from outsize.schedule.proof import prove
-
-        return prove(self)
-
-    def prove(self) -> Proof:
-        """See that it can run exactly, once for all who have it. OutsizeError where it cannot."""
-        return self._proof
-
-    def proved(self, rank: int) -> Schedule:
-        """The list of a worker, of a program that the prover has passed."""
-        self.prove()
-        return self.worker(rank)
+    @property
+    def own(self) -> Schedule:
+        """The list of the worker that compiled the program: the first one."""
+        return self.lists[0]
 
     def changed(self, rank: int, schedule: Schedule) -> Program:
         """The program in which one worker has another list, and no worker is a copy."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 from outsize.schedule.action import Kind
 from outsize.schedule.compile.tokens import sampled
 from outsize.schedule.layout import Placement
 from outsize.schedule.program import Program
+from outsize.schedule.proof.prove import prove
 from outsize.schedule.schedule import Schedule
 from outsize.schedule.talk import Spoken
 
@@ -52,19 +53,12 @@ def program_of(
 
 def train(placement: Placement, others: Sequence[Placement] = ()) -> Program:
     """What every worker of a plan's mesh does in a step."""
-    return _once(
-        "train", lambda: program_of(placement, lambda here: here.schedule, others=others),
-        placement, *others,
-    )  # fmt: skip
+    return program_of(placement, lambda here: here.schedule, others=others)
 
 
 def evaluate(placement: Placement, microbatches: int, others: Sequence[Placement] = ()) -> Program:
     """What every worker does to have the losses of so many microbatches."""
-
-    def compiled() -> Program:
-        return program_of(placement, lambda here: here.evaluation(microbatches), True, others)
-
-    return _once(microbatches, compiled, placement, *others)
+    return program_of(placement, lambda here: here.evaluation(microbatches), True, others)
 
 
 def generate(placement: Placement, kind: Kind, groups: int = 1, steps: int = 1) -> Program:
@@ -77,18 +71,14 @@ def generate(placement: Placement, kind: Kind, groups: int = 1, steps: int = 1) 
             return sampled(here.evaluation(1, kind))
         return here.evaluation(groups * steps, kind, groups)
 
-    what = kind, groups, steps
-    return _once(what, lambda: program_of(placement, list_of, evaluating=True), placement)
+    return program_of(placement, list_of, evaluating=True)
 
 
-def _once(what: Hashable, make: Callable[[], Program], *placements: Placement) -> Program:
-    """A program of placements that are all there is to it, compiled by who asks first."""
-    places = placements[0].places
-    if any(one.places is not places for one in placements[1:]):
-        return make()
-    if what not in places.programs:
-        places.programs.setdefault(what, make())
-    return places.programs[what]
+def generating(placement: Placement, kind: Kind, groups: int = 1, steps: int = 1) -> Schedule:
+    """This worker's list of such steps, proved with those of all others."""
+    program = generate(placement, kind, groups, steps)
+    prove(program)
+    return program.own
 
 
 def most_groups(placement: Placement) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from outsize.schedule.action import WHOLE, Action, State
 from outsize.schedule.ends import Ends
@@ -40,13 +39,6 @@ class Schedule:
     cuts: frozenset[int] = frozenset()
     copies: bool = False
     again: int = 0
-
-    @cached_property
-    def waits(self) -> tuple[tuple[int, ...], ...]:
-        """What each action of one worker's list waits for, found once for proof and play."""
-        from outsize.schedule.waits import waits
-
-        return waits(self)
 
     @property
     def loses(self) -> int:

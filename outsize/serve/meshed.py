@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from math import prod
 
@@ -37,13 +37,12 @@ from outsize.plan.settings import NONE, Settings
 from outsize.runtime.session import Peers, Session
 from outsize.runtime.stage_links import StageLinks
 from outsize.runtime.watch import Watch
-from outsize.schedule import Kind, Schedule
 from outsize.schedule.chunks import Chunks
 from outsize.schedule.items import Items
 from outsize.schedule.kept import Kept
 from outsize.schedule.layout import Placement
 from outsize.schedule.place import looped, one_way
-from outsize.schedule.programs import drawer, generate
+from outsize.schedule.programs import drawer, generating
 from outsize.search.branch_and_bound import Cost
 from outsize.search.partition import partition
 from outsize.serve.prompts import Weighed, weighed
@@ -276,11 +275,7 @@ def session_on(
     assert len(turns) == len(model.blocks) + 2, f"{len(turns)} turns"
     placement = placed_on(world, turns, settings)
     peers = session_peers(placement, world, next(model.parameters()).device)
-
-    def lists(kind: Kind) -> Schedule:
-        return generate(placement, kind).proved(world.rank)
-
-    return Session(model, lists=lists, peers=peers)
+    return Session(model, lists=partial(generating, placement), peers=peers)
 
 
 def split_on(

@@ -95,8 +95,8 @@ class Forecast:
         """Refuse a step or an evaluation that all workers together cannot run exactly."""
         if self.placements:
             first, *others = self.placements
-            train(first, others).prove()
-            evaluate(first, 1, others).prove()
+            prove(train(first, others))
+            prove(evaluate(first, 1, others))
 
     @property
     def peaks(self) -> tuple[int, ...]:

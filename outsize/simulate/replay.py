@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from dataclasses import replace
 
 from outsize.schedule import Action, Kind, Lane, Schedule, State
-from outsize.schedule.waits import settled
+from outsize.schedule.waits import settled, waits
 from outsize.simulate.costs import ActionCost, Costs
 from outsize.trace.trace import Event, Trace
 
@@ -102,7 +102,7 @@ class Player:
 
     def __init__(self, schedule: Schedule, static: Mapping[str, int], worker: int = 0) -> None:
         self.actions, self._worker, self._static = schedule.workers[0], worker, static
-        self._waiting, self._due = schedule.waits, settled(schedule)
+        self._waiting, self._due = waits(schedule), settled(schedule)
         self._free: dict[Lane, float] = {}
         self._times: dict[int, tuple[float, float]] = {}
 

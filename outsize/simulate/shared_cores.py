@@ -24,7 +24,7 @@ from outsize.collectives import Mesh, World, everyone
 from outsize.collectives.channel import LIMIT
 from outsize.schedule import Action, Kind, Lane, Schedule
 from outsize.schedule.residency import SHARED
-from outsize.schedule.waits import settled
+from outsize.schedule.waits import settled, waits
 from outsize.simulate.events import Node, run
 from outsize.simulate.forecast import Forecast
 from outsize.simulate.replay import SUMS
@@ -167,7 +167,7 @@ class _Graph:
 
     def add(self, worker: int, schedule: Schedule, seconds: Seconds) -> None:
         """A worker's list."""
-        waiting, due = schedule.waits, settled(schedule)
+        waiting, due = waits(schedule), settled(schedule)
         ends: list[int] = []
         seen: Counter[Hashable] = Counter()
         for index, action in enumerate(schedule.workers[0]):

@@ -21,15 +21,14 @@ from mutants import (
 from subjects import config_of
 
 from outsize.collectives import Mesh
-from outsize.errors import OutsizeError
 from outsize.memory.tiers import TierSpec
 from outsize.optim import AdamW, Muon
 from outsize.plan import Pipelined, Plan, Precision, Stream, zero
 from outsize.plan import plan as plans
 from outsize.plan.plan import per_segment
-from outsize.schedule import Action, Kind, Lane, Program, State, proof, prove
+from outsize.schedule import Action, Kind, Lane, Program, State, prove
 from outsize.schedule.items import Items
-from outsize.schedule.layout import Placement, places
+from outsize.schedule.layout import Placement
 from outsize.schedule.programs import train
 from outsize.search import PlanRequest
 from outsize.search.request import facts_of_model
@@ -120,7 +119,6 @@ def test_workers_with_unequal_numbers_of_parts_are_refused(monkeypatch):
             return tuple((part,) for part in self._parts(chunk, self.chunks.index))
 
         patch.setattr(Items, "_others", own)
-        places.cache_clear()
         program = train(uneven(Mesh(4)))
         assert len(program.lists) > 1 and program.alike == (0, 1, 2, 3)
         assert "expected one order on all workers" in refusal(program)
@@ -159,7 +157,6 @@ def test_two_lanes_of_a_worker_do_not_speak_to_the_same_workers(monkeypatch):
     plan = streamed.resting(plan, gradients="host", optimizer="host")
     prove(train(facts.placement(plan)))
     monkeypatch.setattr(Items, "_in_memory", lambda items, stage: True)
-    places.cache_clear()
     assert "another lane speaks to the same workers" in refusal(train(facts.placement(plan)))
 
 
@@ -211,30 +208,3 @@ def test_damaged_steps_of_generation_are_refused_or_exact(name, monkeypatch):
     streamed.small(monkeypatch, PIECE)
     found = judged_tokens(cases()[name], 40, f"tokens 3 {name}")
     assert sum(found.values()) == 40 and found["exact"] and found["alone"]
-
-
-# -- once for all ----------------------------------------------------------------------------------
-
-
-def test_workers_of_one_process_compile_and_prove_a_program_once(monkeypatch):
-    """Whoever asks: another worker, one behind another forecast. What differs is another program,
-    and so is what was changed behind the proof."""
-    mesh, proofs = Mesh(2, 1, 2), []
-    first, again = (placed(mesh, 3, pipeline=Pipelined("1f1b")) for _ in range(2))
-    monkeypatch.setattr(proof, "prove", lambda program: proofs.append(program) or prove(program))
-    assert first is not again
-    program = train(first)
-    lists = [program.proved(rank) for rank in range(mesh.size)]
-    for rank in range(mesh.size):
-        here = again.elsewhere(*(mesh.index(axis, rank) for axis in ("data", "pipeline")))
-        assert train(here) is program and train(here).proved(rank) is lists[rank]
-        alone = replace(here, items=replace(here.items, chunks=replace(here.chunks)))
-        assert alone.schedule == lists[rank] and alone.schedule is not lists[rank]
-    assert proofs == [program]
-    other = placed(mesh, 3, pipeline=Pipelined("gpipe"))
-    assert train(other) != program
-    monkeypatch.setattr(plans, "PART", 1)
-    assert train(placed(mesh, 3, pipeline=Pipelined("1f1b"))) is not program
-    wrong = program.changed(1, replace(lists[1], workers=(lists[1].workers[0][:-1],)))
-    with pytest.raises(OutsizeError):
-        wrong.proved(0)

@@ -113,7 +113,7 @@ class Training(Method):
         place, turn = (plan.mesh.index(axis, here.world.rank) for axis in ("data", "pipeline"))
         kept, uses = Kept(dtypes_of(plan.precision), rest, main), tuple(map(tuple, flow.uses))
         mine = Chunks(plan, layout, uses, kept, place, turn, here.lying)
-        made = Placement(Items(mine, memory, here.copies(flow.model))).shared
+        made = Placement(Items(mine, memory, here.copies(flow.model)))
         check_pipeline(made)
         if made.chunks.first == len(plan.stages):
             raise OutsizeError("model: no parameter requires a gradient; nothing to train")

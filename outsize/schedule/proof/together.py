@@ -28,7 +28,7 @@ from outsize.errors import OutsizeError
 from outsize.schedule.action import Action, Kind, Lane
 from outsize.schedule.program import Program, Says, Talk
 from outsize.schedule.schedule import Schedule
-from outsize.schedule.waits import Waits, settled
+from outsize.schedule.waits import Waits, settled, waits
 
 _Group = tuple[tuple[int, ...], str]
 _Pair = tuple[int, int]
@@ -295,7 +295,7 @@ def together(program: Program, buffers: int, blocking: Sequence[Schedule | None]
         schedule = program.lists[index]
         if index not in known:
             seen = blocking[index] or schedule
-            known[index] = seen.waits, settled(seen)
+            known[index] = waits(seen), settled(seen)
         says = program.voices[rank].says(schedule)
         workers.append(
             Worker(rank, schedule.workers[0], *known[index], says, blocking[index] is not None)
