@@ -165,7 +165,7 @@ def main() -> None:
         f"{3 * units + 2} layers, units of the authors' example, {', '.join(map(str, DEPTHS))} of"
         f" them in its stages, which is ours; {IMAGES} images of {SIDE} x {SIDE}, float32,"
         " activations beside weights and states, rehearsed for a V100; runs of units as blocks by"
-        " hand, from the first on: of the sweep printed those with fewest operations within 7 GB",
+        " hand, from the first on: of the sweep printed those with fewest operations in 7 GB",
         Figure("GB of activations", best.held, LESS, "", nothing=KEPT, less=True, how="simulated"),
         Figure("fewer bytes", kept.held / best.held, KEPT / LESS, how="simulated"),
         Figure("operations", again, SLOWER, nothing=2.0, less=True, how="simulated"),
