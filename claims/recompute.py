@@ -9,8 +9,8 @@ blocks, of which a plan keeps the input alone, and of the last one everything, s
 pass comes next. Where runs end is found as in the paper's third algorithm: as soon as what they
 hold is more than a budget, from the first unit on. Cuts from the last one on, which make the run
 that is kept a full one, stand beside these and are not judged, nor is what the product does by
-itself, which is units one by one. All that is tried is printed. Bytes, operations and seconds are rehearsed, and the tests
-hold such figures against measured ones.
+itself, which is units one by one. All that is tried is printed. Bytes, operations and seconds are
+rehearsed, and the tests hold such figures against measured ones.
 """
 
 from __future__ import annotations
