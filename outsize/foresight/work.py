@@ -321,9 +321,8 @@ class Work:
         full, distributed = lay.recompute == "full", lay.stack.distributed
         gathers = 4 if distributed else 6
         gathers += 2 if full or (distributed and lay.recompute == "half") else 0
-        narrow = (
-            distributed and lay.precision == "fp8"
-        )  # one scale for a tensor is known beforehand
+        # In 8 bits where one scale for a tensor is known beforehand.
+        narrow = distributed and lay.precision == "fp8"
         return gathers / (2 if narrow else 1) + (6 if full else 4)
 
 

@@ -181,7 +181,8 @@ def follow(console: Console, worker_group: WorkerGroup) -> int:
     found = None if said["step"] is None else store.load(said["step"])
     model = None if found is None else subject_of(found, resolved)
     hardware = typed.read(Hardware, said["hardware"], "rank 0")
-    setup = set_up(resolved, from_yaml(said["plan"]), model, hardware=hardware, seen=True)
+    plan, seen = from_yaml(said["plan"]), bool(said["model"])  # none: it has no mark
+    setup = set_up(resolved, plan, model, hardware=hardware, seen=seen)
     if mark(setup.subject.config) != said["model"]:  # what it has seen to is of its own
         raise OutsizeError(
             f"rank {worker_group.rank}: model: {resolved.get('model.name')!r} is another model here"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from itertools import product
 from pathlib import Path
 
 import pytest
+from clocks import Ticks
 from forked import forked
 from torchrun import free_port
 
@@ -22,17 +22,6 @@ MESSAGE, TICK = 4096, 2**-9  # bytes; seconds
 PLAN = ("plan", "tiny", "--set", "train.sequence=64", "--set", "train.batch_tokens=1024", "--json")
 
 
-class Clock:
-    """Each look at it is 2 ms after the one before, of the same thread."""
-
-    def __init__(self) -> None:
-        self._own = threading.local()
-
-    def perf_counter(self) -> float:
-        self._own.looks = getattr(self._own, "looks", 0) + 1
-        return self._own.looks * TICK
-
-
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little of everything; workers are forked from this process."""
@@ -44,7 +33,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "SIZES", SMALL)
     for name, value in (("MESSAGE", MESSAGE), ("WINDOW", 1e-3), ("SQUARE", 16), ("SUMMED", 4096)):
         monkeypatch.setattr(probing, name, value)
-    monkeypatch.setattr(probing, "time", Clock())
+    monkeypatch.setattr(probing, "time", Ticks(TICK))
 
 
 def test_this_machine_alone(invoke, home) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections import defaultdict
 from queue import SimpleQueue
 
 import pytest
 import torch
+from clocks import Ticks
 from threads import play
 
 from outsize.collectives import Mesh
@@ -87,20 +87,9 @@ class Ring(Posts):
         """Messages wait for whoever takes them."""
 
 
-class Clock:
-    """Each look at it is a quarter of a second after the one before, of the same worker."""
-
-    def __init__(self) -> None:
-        self._own = threading.local()
-
-    def perf_counter(self) -> float:
-        self._own.now = getattr(self._own, "now", 0.0) + 0.25
-        return self._own.now
-
-
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outsize.collectives.tables.time", Clock())
+    monkeypatch.setattr("outsize.collectives.tables.time", Ticks(0.25))
 
 
 def tables(cache, hosts=("a", "b", "c")):

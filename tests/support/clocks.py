@@ -1,4 +1,4 @@
-"""A clock of each worker that its work alone moves on: paces and steps are known beforehand."""
+"""Clocks that know nothing of the time: what a test sees of seconds is known beforehand."""
 
 from __future__ import annotations
 
@@ -12,9 +12,20 @@ from outsize.runtime import engine, job
 from outsize.simulate import shared_cores
 
 
+class Ticks:
+    """In place of the module `time`: each look is as much after the one before, of one thread."""
+
+    def __init__(self, seconds: float) -> None:
+        self._own, self._seconds = threading.local(), seconds
+
+    def perf_counter(self) -> float:
+        self._own.now = getattr(self._own, "now", 0.0) + self._seconds
+        return self._own.now
+
+
 class Clock:
-    """What `paces` and jobs see in place of the time. Workers are threads; a barrier makes all as
-    late as the last of them."""
+    """What `paces` and jobs see in place of the time: each worker's own, which its work alone moves
+    on. Workers are threads; a barrier makes all as late as the last of them."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._own, self._core, self._free = threading.local(), threading.Lock(), 0.0

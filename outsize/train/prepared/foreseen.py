@@ -259,7 +259,7 @@ def foreseen(model: nn.Module, given: Given, node: int, blocks: Blocks, precisio
     return Shape(len(blocks), 1, widest, 1, module=module)
 
 
-def said(error: Exception) -> str:
+def _said(error: Exception) -> str:
     """As a user reads it."""
     return str(error) if isinstance(error, OutsizeError) else line_of(error)
 
@@ -272,7 +272,7 @@ def _widest(rehearsal: Rehearsal, node: int, left: dict[str, str]) -> int:
         try:
             rehearsal.derived(size)
         except (OutsizeError, RuntimeError, TypeError, ValueError) as error:
-            left.setdefault("tensor", said(error))
+            left.setdefault("tensor", _said(error))
         else:
             works.add(size)
     return max(n for n in works if all(d in works for d in range(1, n + 1) if n % d == 0))
