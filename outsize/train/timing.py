@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from outsize.data import Batch, TrainStream
-from outsize.hardware.host import cores, keep_freed, own_mappings
+from outsize.hardware.host import cores, keep_freed, memory, own_mappings
 from outsize.launch import WorkerGroup
 from outsize.models.config import DecoderConfig
 from outsize.models.dropout import Noise
@@ -39,6 +39,7 @@ from outsize.train.setup import Setup
 from outsize.train.tiers import named, opened
 
 TRIAL_SECONDS = 30.0  # a calibration that the machine's rates predict to take longer is left out
+HOLES = 2  # of a budget, what buffers and the holes between them may take of a heap that keeps both
 FASTER = 0.9  # of the time with all threads: one thread must be so much faster to be taken
 TRIAL = "trial"  # what the first worker tells the others before they compute at once
 NOTHING = ""  # where they need not
@@ -67,11 +68,12 @@ def calibrated(setup: Setup, stream: TrainStream, worker_group: WorkerGroup) -> 
 
 
 def set_heap(plan: Plan) -> None:
-    """Let this process give freed memory back where the run's is bounded, and keep some where there
-    is room for all states; while blocks are timed as in the run."""
-    if plan.budget is not None:
+    """Let this process give freed memory back where the machine has little beyond the run's budget,
+    and keep some where it has, or where there is room for all states; while blocks are timed as in
+    the run."""
+    if plan.budget is not None and memory().available < HOLES * plan.budget * plan.mesh.size:
         own_mappings()
-    elif not named(plan):
+    elif plan.budget is not None or not named(plan):
         keep_freed()
 
 
