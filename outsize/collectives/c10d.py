@@ -34,7 +34,7 @@ from outsize.collectives.collective import (
     length,
     put,
 )
-from outsize.collectives.pieces import NARROW, flattened, joined, raw, wider
+from outsize.collectives.pieces import NARROW, at_once, equal, flattened, joined, raw, wider
 from outsize.errors import OutsizeError
 from outsize.torch_private import (
     ProcessGroupGloo,
@@ -48,9 +48,6 @@ from outsize.torch_private import (
     start_coalescing,
     sums_of_parts,
 )
-
-# Bytes of a message of a reduction: few enough for a processor's caches, many for a GPU's launches.
-_PIECE, _LAUNCHED = 4 << 20, 64 << 20
 
 
 class Transport(Protocol):
@@ -114,14 +111,14 @@ class C10d(Collective):
             case AllReduce(tensor, operation):
                 return self._all_reduce(tensor, operation)
             case ReduceScatter(flat, spans, out):
-                if self.own and _equal(spans) and flat.dtype not in NARROW:
+                if self.own and equal(spans) and flat.dtype not in NARROW:
                     here = flat[spans[0][0] : spans[-1][1]]
                     return self._under_way(call.name, sums_of_parts(self._open(), out, here))
                 self._reduce(call.name, flat, spans, out, "sum")
                 return DONE
             case AllGather(mine, spans, out):
                 put(mine, out[slice(*spans[self.rank])])
-                if self.own and _equal(spans):
+                if self.own and equal(spans):
                     here = out[spans[0][0] : spans[-1][1]]
                     return self._under_way(call.name, parts_of_all(self._open(), here, mine))
                 return self._gather(call.name, mine, spans, out)
@@ -196,23 +193,25 @@ class C10d(Collective):
         self, name: str, flat: Tensor, spans: Sequence[Span], out: Tensor, operation: Operation
     ) -> None:
         """out = the sum or the largest of everybody's flat[own span], by pieces."""
-        longest = max(map(length, spans))
-        most = _LAUNCHED if accelerator.queues(flat.device) else _PIECE
-        step = min(most // flat.element_size(), max(longest, 1))
-        room = self._kept(flat.dtype, "parts", self.size * step, flat).view(self.size, step)
+        longest, step = max(map(length, spans)), at_once(flat, spans)
+        room = self._made(flat.dtype, "parts", self.size * step, flat).view(self.size, step)
+        sums = self._made(wider(flat.dtype), "total", step, flat)
         for at in range(0, longest, step):
             mine = _piece(flat, spans[self.rank], at, step)
             theirs = room[:, : len(mine)]
             pieces = [_piece(flat, span, at, step) for span in spans]
             self._trade(name, pieces.__getitem__, theirs.__getitem__).wait()
             parts = [mine if r == self.rank else theirs[r] for r in range(self.size)]
-            total = self._kept(wider(flat.dtype), "total", step, flat)[: len(mine)].copy_(parts[0])
+            total = sums[: len(mine)].copy_(parts[0])
             for part in parts[1:]:
                 joined(total, part, operation)
             out[at : at + len(mine)] = total
 
-    def _kept(self, dtype: torch.dtype, use: str, numel: int, like: Tensor) -> Tensor:
-        """Room for a use, kept: fresh memory costs more than the messages."""
+    def _made(self, dtype: torch.dtype, use: str, numel: int, like: Tensor) -> Tensor:
+        """Room for a use. A processor's is kept: fresh memory costs more than the messages. An
+        accelerator's allocator has it at hand, and forecasts count it while the sum is made."""
+        if accelerator.queues(like.device):
+            return like.new_empty(numel, dtype=dtype)
         kept = self._room.get((use, dtype))
         if kept is None or kept.numel() < numel:
             kept = self._room[use, dtype] = torch.empty(numel, dtype=dtype, device=like.device)
@@ -298,10 +297,3 @@ def _cause(error: RuntimeError) -> str:
 def _piece(flat: Tensor, span: Span, at: int, step: int) -> Tensor:
     first, last = span
     return flat[min(first + at, last) : min(first + at + step, last)]
-
-
-def _equal(spans: Sequence[Span]) -> bool:
-    """Whether spans of one length, which is not 0, lie one behind another in the order of ranks."""
-    (first, last), size = spans[0], length(spans[0])
-    ends = [(first + i * size, last + i * size) for i in range(len(spans))]
-    return size > 0 and list(spans) == ends

@@ -11,7 +11,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -79,7 +79,9 @@ class Courier:
         while as many errands are under way as may be. In a rehearsal the caller does it: the
         tensors of two threads would share a mode that only one may be in."""
         if rehearsing():
-            with disable_current_modes():  # as in a thread of its own
+            # As in a thread of its own, whose bytes an accelerator's allocator counts all the same.
+            counted = accelerator.queues(device)
+            with nullcontext() if counted else disable_current_modes():
                 flight = Flight(work, device)
                 flight.run(None)
             return flight

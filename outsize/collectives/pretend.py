@@ -1,7 +1,8 @@
 """A group in which only this worker exists: shapes and bytes as in the real one, no messages.
 
 For tensors without numbers (fake, meta): a step is rehearsed, its memory and bytes counted. What
-comes from others is left as it is; what goes nowhere is not read.
+comes from others is left as it is; what goes nowhere is not read. On an accelerator a sum that
+workers add themselves takes the room that it takes there (c10d.py).
 """
 
 from __future__ import annotations
@@ -9,8 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from outsize.collectives.collective import DONE, Call, Collective, Handle
+from torch import Tensor
+
+from outsize import accelerator
+from outsize.collectives.collective import DONE, Call, Collective, Handle, Span
 from outsize.collectives.mesh import Mesh
+from outsize.collectives.pieces import added_here, at_once, wider
 from outsize.collectives.world import Key, Use
 from outsize.errors import OutsizeError
 
@@ -25,7 +30,17 @@ class Pretend(Collective):
 
     def start(self, call: Call) -> Handle:
         self.count(call)
+        if summed := added_here(call, self.size):
+            self._rooms(*summed)
         return DONE
+
+    def _rooms(self, flat: Tensor, spans: Sequence[Span]) -> None:
+        """What C10d makes for a sum, for as long as it is made."""
+        if accelerator.queues(flat.device):
+            step = at_once(flat, spans)
+            parts = flat.new_empty(self.size * step)
+            sums = flat.new_empty(step, dtype=wider(flat.dtype))
+            del parts, sums
 
 
 class PretendWorld:

@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import strict
 import torch
-from streamed import disk, resting
-from subjects import config_of
+from foretelling import OVER, ROWS, SEQUENCE, asked, decoder, hardware, measured
+from streamed import resting
 from tiered import missing
 from torch import nn
 
 import outsize
 from outsize import accelerator
 from outsize.errors import OutsizeError
-from outsize.hardware import Hardware, Rate, Tier, catalogue, measure
+from outsize.hardware import measure
 from outsize.hardware.handing import handed
-from outsize.memory import Meter, OverBudget, meter
-from outsize.memory.tiers import TierSpec
-from outsize.models.build import shells
-from outsize.models.config import DecoderConfig
-from outsize.optim import AdamW
+from outsize.memory import OverBudget, meter
 from outsize.plan import Plan, Precision, Stream
 from outsize.plan.plan import per_segment
 from outsize.runtime import spill
-from outsize.runtime.making import NativeModel, make_job
-from outsize.runtime.recipe import Here, Recipe
-from outsize.search import PlanRequest, choose, predict
+from outsize.search import choose, predict
 from outsize.simulate.counter import Counter
 
-ROWS, SEQUENCE, BOUNDS = 4, 32, (0, 9, 32)
-OVER = 1.02  # of the allocator's figure: the most that is foretold
 BASE = Plan(5, per_segment(5), ROWS, ROWS, SEQUENCE, Precision.named("float32"))
 STATES = ("parameters", "gradients", "optimizer")
 LAYERS = {"order": "layer", "microbatch_rows": 2, "stream": Stream()}
@@ -50,6 +40,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "chunks": {"loss_chunk": 16, "mlp_tile": 16},
     "split": {"split_backward": True, "loss_chunk": 7, "microbatch_rows": 2},
     "bfloat16": {"precision": Precision.named("bfloat16")},
+    "float16": {"precision": Precision.named("float16")},
+    "float16 on host": {
+        **LAYERS,
+        "precision": Precision.named("float16"),
+        "rest": dict.fromkeys(STATES, "host"),
+    },
     "host": {**LAYERS, "rest": dict.fromkeys(STATES, "host")},
     "disk": {**LAYERS, "rest": dict.fromkeys(STATES, "disk")},
     "spilled": {**LAYERS, "rest": {"activations": "host"}},
@@ -61,10 +57,10 @@ def test_of_a_native_decoder(name: str) -> None:
     device = _started()
     changes = dict(PLANS[name])
     rest = changes.pop("rest", {})
-    plan, config = resting(replace(BASE, **changes), **rest), _config()
+    plan, config = resting(replace(BASE, **changes), **rest), decoder()
     with patch.object(spill, "LEAST", 64):  # tiny activations leave, too
-        made = predict(config, _request(device, plan.precision), plan, _machine())
-        step, evaluation = _measured(config, plan, meter(device), device)
+        made = predict(config, asked(device, plan.precision), plan, hardware())
+        step, evaluation = measured(config, plan, meter(device), device)
     assert step <= made.peak <= OVER * step
     assert made.evaluation <= OVER * evaluation
     assert name == "chunks" or evaluation <= made.evaluation  # ids are checked, which takes some
@@ -72,8 +68,8 @@ def test_of_a_native_decoder(name: str) -> None:
 
 @pytest.mark.parametrize("tiers", [True, False])
 def test_the_least_is_enough_and_one_byte_less_is_refused(tiers: bool) -> None:
-    device, config = _started(), _config()
-    request, machine = _request(device, BASE.precision), _machine()
+    device, config = _started(), decoder()
+    request, machine = asked(device, BASE.precision), hardware()
     request = request if tiers else replace(request, tiers=())
     with pytest.raises(OutsizeError) as small:
         choose(config, replace(request, budget=1), machine)
@@ -81,9 +77,9 @@ def test_the_least_is_enough_and_one_byte_less_is_refused(tiers: bool) -> None:
     with pytest.raises(OutsizeError, match="1 byte missing"):
         choose(config, replace(request, budget=least - 1), machine)
     plan = choose(config, replace(request, budget=least), machine).plan
-    _measured(config, plan, meter(device, least), device)
+    measured(config, plan, meter(device, least), device)
     with pytest.raises(OverBudget):
-        _measured(config, plan, meter(device, least * 98 // 100), device)
+        measured(config, plan, meter(device, least * 98 // 100), device)
 
 
 class Own(nn.Module):
@@ -122,21 +118,21 @@ def _library() -> Iterator[int]:
     accelerator.reserved.cache_clear()
 
 
-def test_what_a_library_keeps_is_foretold_and_measured() -> None:
-    device, config, plan, machine = _started(), _config(), BASE, _machine()
+def test_what_a_library_keeps_is_foretold_andmeasured() -> None:
+    device, config, plan, machine = _started(), decoder(), BASE, hardware()
     with _library() as nbytes:
         assert accelerator.reserved(device) == nbytes
         one = replace(machine.devices[0], reserved=nbytes)
-        request = _request(device, plan.precision)
+        request = asked(device, plan.precision)
         plain = predict(config, request, plan, machine)
         made = predict(config, request, plan, replace(machine, devices=(one,)))
         assert made.peak - plain.peak == made.evaluation - plain.evaluation == nbytes
         assert sum(made.peak_by_kind.values()) == made.peak
-        step, evaluation = _measured(config, plan, meter(device, made.peak, (), nbytes), device)
+        step, evaluation = measured(config, plan, meter(device, made.peak, (), nbytes), device)
         assert step <= made.peak <= OVER * step
         assert evaluation <= made.evaluation <= OVER * evaluation
         with pytest.raises(OverBudget):
-            _measured(config, plan, meter(device, plain.peak, (), nbytes), device)
+            measured(config, plan, meter(device, plain.peak, (), nbytes), device)
 
 
 def test_of_an_adopted_module_beside_a_library() -> None:
@@ -200,50 +196,3 @@ def test_attention_that_is_over_at_once_is_measured_on_more_tokens(
 def _started() -> torch.device:
     strict.start("random", seed=5)
     return torch.device("strict", 0)
-
-
-def _config() -> DecoderConfig:
-    return config_of("llama, untied", hidden_size=64, intermediate_size=160, vocab_size=256)
-
-
-def _request(device: torch.device, precision: Precision) -> PlanRequest:
-    tiers = (
-        TierSpec("host", "memory", (), 1 << 26),
-        TierSpec("disk", "disk", (Path("."),), 1 << 26),
-    )
-    return PlanRequest(
-        ROWS, SEQUENCE, precision, AdamW(), 1.0, documents=BOUNDS, tiers=tiers, apart=True,
-        kind=device.type, grain=accelerator.grain(device),
-    )  # fmt: skip
-
-
-def _machine() -> Hardware:
-    rate, machine = Rate(1e9, "B/s", "test", "2026-11-24"), catalogue("H200")
-    tiers = [tier for tier in machine.tiers if tier.name not in ("host", "disk")]
-    below = (Tier(name, 1 << 30, rate, rate) for name in ("host", "disk"))
-    return replace(machine, tiers=(*tiers, *below))
-
-
-def _measured(
-    config: DecoderConfig, plan: Plan, ledger: Meter, device: torch.device
-) -> tuple[int, int]:
-    """The allocator's peak while a job begins and makes two steps, and of an evaluation."""
-    before = torch.accelerator.memory_allocated(device)
-    torch.accelerator.reset_peak_memory_stats()
-    with TemporaryDirectory() as folder, disk(Path(folder)) as stores:
-        model = shells(config, torch.float32, device)
-        recipe = Recipe(AdamW(), 1.0)
-        here = Here(ledger=ledger, stores=stores)
-        with closing(make_job(NativeModel(model, fill=_fill), plan, recipe, here)) as job:
-            peak = torch.accelerator.max_memory_allocated(device) - before
-            batch = _request(device, plan.precision).batch(ROWS, BOUNDS)
-            for _ in range(2):
-                job.step(batch, 1e-3)
-                peak = max(peak, job.report.trace.peak())
-            rows = plan.microbatch_size
-            job.evaluate(batch.rows(0, rows), rows)
-            return peak, max(ran.peak for ran in job.evaluated)
-
-
-def _fill(name: str, out: torch.Tensor) -> None:
-    out.fill_(1.0 if "norm" in name else 0.0)

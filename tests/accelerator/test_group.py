@@ -18,6 +18,8 @@ from cases import some
 from torch.distributed import FileStore, PrefixStore
 
 from outsize.collectives.c10d import C10d, over_device
+from outsize.collectives.collective import AllReduce, ReduceScatter
+from outsize.collectives.pretend import Pretend
 
 Deed = Callable[[C10d, torch.device], Any]
 ORDERS = some(0, least=3)
@@ -65,6 +67,35 @@ def test_operations_give_what_arithmetic_does(tmp_path):
             assert out["to all"] == [x * (rank + 1) for r in range(size) for x in (r, r + 1)]
             assert out["told"] == [size - 1] * 3
             assert out["of the host"] == [size] * 2
+
+
+def taken(group: C10d, device: torch.device) -> list[list[int]]:
+    """Bytes that each sum whose parts workers add takes, and what a rehearsal says of it."""
+    unequal = [(0, 3000), (3000, 4000)]
+    own = slice(*unequal[group.rank])
+    narrow, wide = (torch.ones(4000, device=device, dtype=x) for x in (torch.bfloat16, torch.float))
+    calls = (
+        AllReduce(narrow),
+        AllReduce(wide, "max"),
+        ReduceScatter(narrow, unequal, narrow[own]),
+        ReduceScatter(wide, unequal, wide[own]),
+    )
+    found = []
+    for each in (group, Pretend(group.size, group.rank)):
+        for call in calls:
+            torch.accelerator.synchronize()
+            before = torch.accelerator.memory_allocated()
+            torch.accelerator.reset_peak_memory_stats()
+            each.start(call).wait()
+            found.append(torch.accelerator.max_memory_allocated() - before)
+    return [found[: len(calls)], found[len(calls) :]]
+
+
+def test_a_rehearsal_takes_the_room_that_a_sum_does(tmp_path):
+    (both,) = _met(2, taken, strict.ORDERS[:1], tmp_path)
+    for real, rehearsed in both:
+        assert real == rehearsed
+        assert min(real) >= 2 * 4000
 
 
 def no_wait(group: C10d, device: torch.device) -> list[float]:

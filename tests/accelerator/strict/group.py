@@ -129,8 +129,10 @@ class Group(ProcessGroup):
     def alltoall(
         self, outs: Sequence[Tensor], given: Sequence[Tensor], options: Any = None
     ) -> Work:
+        count = len(given)  # a deed that held tensors would keep them until it is done
+
         def trade(gloo: Any, host: list[Tensor]) -> None:
-            sent, had = host[: len(given)], host[len(given) :]
+            sent, had = host[:count], host[count:]
             had[self.rank()].copy_(sent[self.rank()])
             others = [peer for peer in range(self.size()) if peer != self.rank()]
             works = [gloo.recv([had[peer].view(-1)], peer, 0) for peer in others]
@@ -187,12 +189,13 @@ class Group(ProcessGroup):
     def _messages(self, batch: list[_Ends]) -> Work:
         sent = [tensor for name, tensor, _, _ in batch if name == "send"]
         had = [tensor for name, tensor, _, _ in batch if name == "recv"]
+        count, ends = len(sent), [(name, peer, tag) for name, _, peer, tag in batch]
 
         def trade(gloo: Any, host: list[Tensor]) -> None:
-            places = {"send": iter(host[: len(sent)]), "recv": iter(host[len(sent) :])}
+            places = {"send": iter(host[:count]), "recv": iter(host[count:])}
             works = [
                 getattr(gloo, name)([next(places[name]).view(-1)], peer, tag)
-                for name, _, peer, tag in batch
+                for name, peer, tag in ends
             ]
             for work in works:
                 work.wait()
