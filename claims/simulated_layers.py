@@ -14,12 +14,13 @@ COMPUTE, NETWORK = "compute", "network"
 
 @dataclass(frozen=True)
 class Layer:
-    """Seconds; layers: how many follow one another."""
+    """Seconds; layers: how many follow one another. scores: of attention, beside its products."""
 
     attention: float
     mlp: float
     sum: float
     layers: int = 32
+    scores: float = 0.0
 
 
 def layer_of(
@@ -46,17 +47,17 @@ def layer_of(
 
 def plain(layer: Layer) -> float:
     """Everything waits."""
-    return layer.layers * (layer.attention + layer.mlp + 2 * layer.sum)
+    return layer.layers * (layer.attention + layer.scores + layer.mlp + 2 * layer.sum)
 
 
 def halves(layer: Layer) -> float:
-    """ISO: two halves of the tokens by turns."""
+    """ISO: two halves of the tokens by turns. The second one sees three times as many scores."""
     nodes, before = list[Node](), dict[int, tuple[int, ...]]({0: (), 1: ()})
     share = (layer.sum) / 2
     for _ in range(layer.layers):
-        for seconds in (layer.attention / 2, layer.mlp / 2):
+        for seconds, scores in ((layer.attention / 2, layer.scores / 4), (layer.mlp / 2, 0.0)):
             for half in (0, 1):
-                nodes.append(Node(0, COMPUTE, seconds, before[half]))
+                nodes.append(Node(0, COMPUTE, seconds + (1, 3)[half] * scores, before[half]))
                 nodes.append(Node(0, NETWORK, share, (len(nodes) - 1,)))
                 before[half] = (len(nodes) - 1,)
     return run(nodes).makespan
