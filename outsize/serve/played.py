@@ -2,13 +2,14 @@
 pages, with a clock that the price of each step moves. No tensors.
 
 The steps are those that the engine would make of the same arrivals. Where nothing can come between
-(everybody who is here draws, and nobody ends, lacks a page or comes), many steps are taken at once.
+(everybody who is here draws, but for one prompt that is fed in slices, and nobody ends, lacks a
+page or comes), many steps are taken at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import TYPE_CHECKING
@@ -17,12 +18,14 @@ import numpy as np
 
 from outsize.serve.asks import Ask, End, Full, Room, Token
 from outsize.serve.line import Line, full
-from outsize.serve.policies import PATIENT, Policy
+from outsize.serve.policies import PATIENT, SLICING, Policy
 from outsize.serve.request import Feed, Request, foretold
 from outsize.serve.slo import Slo
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from outsize.serve.price import Price
 
 _TOKEN = Token(0)
 _MOST = 256  # steps at once
@@ -104,7 +107,7 @@ class _Play:
         self._now, self._next = 0.0, 0
         self._line = Line(room, policy, sharing, clock=lambda: self._now)
         self._price, self._watch = room.price, watch
-        self._patient = policy in PATIENT
+        self._patient, self._slicing = policy in PATIENT, SLICING.get(policy)
         self._fates = dict[int, Fate]()
         self._played = Played([Fate(one) for one in arrivals])
 
@@ -127,6 +130,7 @@ class _Play:
             self._step(feeds, alike or ())
             if alike is not None and line.begins == begins:
                 self._stretch(feeds)
+                self._slide()
         played.interrupted, played.end = line.counts.interrupted, self._now
         played.steps, played.busy = line.counts.steps, line.counts.busy
         return played
@@ -198,12 +202,69 @@ class _Play:
         if self._next < len(self._played.fates):
             comes = self._played.fates[self._next].arrival.at
             steps = min(steps, int(np.searchsorted(times, comes)))
-        before, self._now = self._now, float(times[steps])
-        self._again(going, steps, self._now - before)
-        line.counts.steps += steps
-        line.counts.busy += self._now - before
-        gaps = np.diff(times[: steps + 1]).tolist()
-        self._played.gaps += zip(gaps, repeat(len(going)), strict=False)
+        self._took(going, np.diff(times[: steps + 1]).tolist(), float(times[steps]))
+
+    def _took(self, drawing: Sequence[Request], gaps: Sequence[float], end: float) -> None:
+        """Steps of so many seconds, in which each of these drew."""
+        line, before, self._now = self._line, self._now, end
+        self._again(drawing, len(gaps), end - before)
+        line.counts.steps += len(gaps)
+        line.counts.busy += end - before
+        if drawing:
+            self._played.gaps += zip(gaps, repeat(len(drawing)), strict=False)
+
+    def _slide(self) -> None:
+        """The steps that feed slices of the one prompt that is not through, beside everybody's next
+        token, but for its last one."""
+        line, policy = self._line, self._slicing
+        prompts = [one for key, one in line.going.items() if key not in line.drawing]
+        if policy is None or len(prompts) != 1 or len(line.order) != len(line.going):
+            return
+        one, drawing = prompts[0], list(line.drawing.values())
+        if line.queue and (policy.overtaken or next(iter(line.queue)).key < one.key):
+            return
+        least = min((r.ask.max_new_tokens - r.drawn for r in drawing), default=_MOST)
+        steps, lacking = min(_MOST, least - 1), line.pages.missing(one.key, len(one.ids))
+        if steps <= 0 or lacking + self._lacking(drawing, steps) > line.pages.quiet:
+            return
+        start, gaps, end = one.fed, list[float](), self._now
+        for count, seconds in self._sliced(policy.tokens, one, drawing, steps):
+            start, end = start + count, end + seconds
+            gaps.append(seconds)
+        if not gaps:
+            return
+        line.pages.extend(one.key, start)
+        line.pages.written(one.key, one.ids, start)
+        line.shares.take(one.ask.owner, start - one.fed)
+        one.spent += end - self._now
+        one.fed = start
+        self._took(drawing, gaps, end)
+        if one.tokens == 1:
+            line.drawing[one.key] = one
+
+    def _sliced(
+        self,
+        tokens: Callable[[Price, int], int],
+        one: Request,
+        drawing: Sequence[Request],
+        steps: int,
+    ) -> Iterator[tuple[int, float]]:
+        """Of each step, until somebody comes: tokens of the prompt, and seconds."""
+        line, price, some, start, now = self._line, self._price, len(drawing), one.fed, self._now
+        fates, reach, waiting = self._played.fates, self._price.reach, one.tokens
+        comes = fates[self._next].arrival.at if self._next < len(fates) else math.inf
+        most, tpot = tokens(price, line.room.budget), line.room.slo.tpot / line.drift.slowest
+        for seen in self._seen(drawing, steps).tolist():
+            limit = most
+            if drawing and tpot < math.inf:
+                limit = price.most(tpot, some, most, price.reads(seen, seen), start)
+            count = limit - some
+            if now >= comes or not 0 < count < waiting:
+                return
+            visited = seen + count * min(start + count // 2, reach)
+            seconds = price.step(limit, some, price.reads(visited, seen + min(start, reach)))
+            yield count, seconds
+            start, waiting, now = start + count, waiting - count, now + seconds
 
     def _until_next(self, going: Sequence[Request]) -> int:
         """Steps that are surely enough until somebody comes: later ones take no less."""
@@ -237,8 +298,13 @@ class _Play:
     def _times(self, going: Sequence[Request], steps: int) -> np.ndarray:
         """(1 + steps,) seconds of the clock, now and behind each step."""
         price, count = self._price, len(going)
-        starts = np.array([r.fed for r in going])[:, None] + np.arange(steps)
-        seen = np.minimum(starts, price.reach).sum(axis=0)
+        seen = self._seen(going, steps)
         past = price.reads(seen, seen)
         computed = price.blocks(count) + price.head(count) + past
         return np.cumsum(np.concatenate(([self._now], np.maximum(price.reading, computed))))
+
+    def _seen(self, drawing: Sequence[Request], steps: int) -> np.ndarray:
+        """(steps,) cached tokens that theirs see in each step."""
+        starts = np.array([r.fed for r in drawing], int)[:, None] + np.arange(steps)
+        seen: np.ndarray = np.minimum(starts, self._price.reach).sum(axis=0)
+        return seen

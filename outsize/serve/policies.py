@@ -12,7 +12,8 @@ import heapq
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 from outsize.errors import OutsizeError
 from outsize.registry import Registry
@@ -120,8 +121,16 @@ def fixed(view: View) -> Step:
     """As mixed, in steps of one number of tokens: so many that more would bring few more a second,
     by the foretold price (Holmes et al., "DeepSpeed-FastGen", 2024)."""
     fed = _drawing(view)
-    budget = min(view.budget, view.price.enough)
+    budget = _enough(view.price, view.budget)
     return _in_turn(view, fed | _slices(view, _prompts(view), budget - len(fed)))
+
+
+def _enough(price: Price, budget: int) -> int:
+    return min(budget, price.enough)
+
+
+def _whole(_: Price, budget: int) -> int:
+    return budget
 
 
 def feedback(view: View) -> Step:
@@ -253,6 +262,22 @@ def _in_turn(view: View, fed: Step) -> Step:
 
 # With all slots taken and everybody drawing, these feed a token of each, whatever the clock says.
 PATIENT = frozenset((first_come, prompt_first, mixed, decode_maximal, fixed, deadline, fair))
+
+
+class Slicing(NamedTuple):
+    """Of a policy that, with one prompt begun and not through, and everybody else drawing, feeds
+    the next token of each and of the prompt what is left of a step. tokens: of such a step, by the
+    price and the budget; overtaken: whether who waits for a slot may be fed before the prompt
+    though he came later."""
+
+    tokens: Callable[[Price, int], int] = _whole
+    overtaken: bool = False
+
+
+SLICING: Mapping[Policy, Slicing] = MappingProxyType({
+    mixed: Slicing(), decode_maximal: Slicing(), fixed: Slicing(_enough), fair: Slicing(),
+    deadline: Slicing(overtaken=True),
+})  # fmt: skip
 for _name, _policy in (
     ("first-come", first_come), ("prompt-first", prompt_first), ("mixed", mixed),
     ("decode-maximal", decode_maximal), ("fixed", fixed), ("feedback", feedback),
