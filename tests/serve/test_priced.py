@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,6 +66,32 @@ def test_another_step_context_or_type_is_timed_anew(machine) -> None:
     machine.seconds = 1.1
     for asked in ((model, 16, 128), (model, 64, 32), (build(parse(MODEL), 0).double(), 64, 128)):
         assert priced(*asked).head != first.head
+
+
+@pytest.mark.parametrize(
+    ("others", "threads", "seconds"), [(1.0, 2, 2**-4), (1.5, 2, 2**-4 * 1.5), (40.0, 2, 2**-3)]
+)
+def test_a_busy_machine_is_timed_by_what_this_thread_had(
+    others: float, threads: int, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call takes an eighth of a second of processor time, in equal parts by all threads, one of
+    which spins where others have the processor."""
+    wall, own, before = 0.0, 0.0, torch.get_num_threads()
+
+    def call() -> None:
+        nonlocal wall, own
+        share = 2**-3 / torch.get_num_threads()
+        wall += share * others
+        own += share if others < 2 or torch.get_num_threads() == 1 else share * 8
+
+    clocks = SimpleNamespace(perf_counter=lambda: wall, thread_time=lambda: own)
+    monkeypatch.setattr(probing, "time", clocks)
+    torch.set_num_threads(threads)
+    try:
+        assert probing._quickest(call, torch.device("cpu")) == seconds
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_what_is_not_installed_is_said_before_a_model_is_read(monkeypatch) -> None:
