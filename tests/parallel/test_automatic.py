@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from foreign import IDS, MODELS, model_of
+from foreign import IDS, MODELS, model_of, transformers
 from threads import play
 from torch import nn
 
@@ -67,3 +67,41 @@ def test_a_model_over_two_workers_is_the_plain_model(name):
         assert calls == fans + sums
     parts = sum(p.numel() for p in results[0][1].values())
     assert parts < 0.8 * sum(p.numel() for p in whole.values()) or len(rows) == 1
+
+
+def test_biases_of_heads_made_outside_the_blocks_are_cut_with_the_heads():
+    """T5's first block makes them for all heads, and the others are given them."""
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0, use_cache=False,
+    )  # fmt: skip
+    plain = transformers.T5ForConditionalGeneration(config).double()
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    batch = {
+        "input_ids": IDS,
+        "attention_mask": (IDS != 3).long(),
+        "labels": IDS[:, :5].contiguous(),
+    }
+    derived = derive(plain, 2, (), batch)
+    assert [len(found.groups) for found in derived.values()] == [2, 2, 3, 3]
+    assert not any(found.left for found in derived.values())
+    expected = plain(**batch).loss
+    expected.backward()
+
+    def work(world):
+        axis = along(world, "tensor")
+        model = copy.deepcopy(plain)
+        model.zero_grad()
+        cuts = spread(model, derived, axis)
+        loss = model(**batch).loss
+        loss.backward()
+        return loss.detach(), reduced(model, cuts, axis), cuts
+
+    whole = dict(plain.named_parameters())
+    for loss, grads, cuts in play(Mesh(tensor=2), work):
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=1e-10)
+        for key, grad in grads.items():
+            wanted = cuts[key].of(whole[key].grad)
+            torch.testing.assert_close(grad, wanted, rtol=1e-10, atol=1e-10, msg=key)

@@ -9,16 +9,19 @@ all that take the same tensor.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from outsize.collectives import Collective
 from outsize.models.cuts import Cut
 from outsize.parallel.automatic.derive import Derived, Group
 from outsize.parallel.automatic.local import change_all
+from outsize.parallel.check.trace import with_mask
 from outsize.parallel.layouts import REPLICATED, Layout, Sharded, part_of, spans
 from outsize.parallel.sums import cross
 
@@ -70,6 +73,38 @@ class Fan:
         return y
 
 
+class _Masks(TorchFunctionMode):
+    """Attention takes this worker's heads of a mask that has all. Their gradient is gathered."""
+
+    def __init__(self, axis: Collective) -> None:
+        super().__init__()
+        self._axis = axis
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = with_mask(args, kwargs, self._taken)
+        return func(*args, **kwargs)
+
+    def _taken(self, mask: Tensor) -> Tensor:
+        dim = mask.dim() - 3
+        return cross(mask, ("take", "all_gather"), self._axis, dim, mask.shape[dim])
+
+
+def _take_masks(module: nn.Module, axis: Collective) -> None:
+    begun: list[ExitStack] = []  # of calls that have not ended
+
+    def enter(*_: Any) -> None:
+        begun.append(ExitStack())
+        begun[-1].enter_context(_Masks(axis))
+
+    def leave(*_: Any) -> None:
+        begun.pop().close()
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)
+
+
 def spread(model: nn.Module, derived: Mapping[str, Derived], axis: Collective) -> dict[str, Cut]:
     """Leave this worker's part of the blocks; gives how each parameter of the model lies, by name.
 
@@ -114,3 +149,5 @@ def _connect(block: nn.Module, group: Group, axis: Collective) -> None:
         fan = Fan(len(paths), axis)
         for path in paths:
             block.get_submodule(path).register_forward_pre_hook(fan.hook, with_kwargs=True)
+    for path, _ in group.masks:
+        _take_masks(block.get_submodule(path), axis)

@@ -6,7 +6,8 @@ linear layer may be cut along its output ("column") and another along its input 
 that lies between them works on each part by itself: activations, heads of attention. Which layers
 feed which is read off a trace of one block on the meta device; whether a pair is sound is asked of
 the checker, which follows values and gradients through every operator between. What it cannot prove
-stays whole on every worker.
+stays whole on every worker. Of a mask that has a part for each head, as T5's with its biases of
+positions, attention takes the worker's heads; its gradient is gathered.
 
 The block's own code then runs on parts. Whether it does so rightly, and which of its counts of
 heads have to become smaller for it, is proved by tracing it again over the parts' shapes
@@ -28,13 +29,14 @@ from outsize.parallel.automatic.local import Change, local_changes
 from outsize.parallel.automatic.products import Product, products, segments, sources
 from outsize.parallel.check.checker import Checked, Declaration, examined
 from outsize.parallel.check.graph import Graph, Site
-from outsize.parallel.check.trace import trace
+from outsize.parallel.check.trace import MASK, trace
 from outsize.parallel.layouts import (
     FAN_OUT,
     PARTIAL,
     REPLICATED,
     SUM,
     Exchange,
+    Laid,
     Layout,
     Sharded,
     sharded,
@@ -47,12 +49,14 @@ AXIS = "tensor"
 class Group:
     """Linear layers that go together: columns, and the row that takes what comes of them. whole:
     layers that stay whole but feed the same row; their gradients are partial. fans: inputs of the
-    columns and whole ones, by the tensor that they take: each is fanned out once."""
+    columns and whole ones, by the tensor that they take: each is fanned out once. masks: modules
+    whose attention takes its part of a mask that has one for each head, with the dim."""
 
     columns: tuple[Product, ...]
     row: Product
     whole: tuple[Product, ...] = ()
     fans: tuple[tuple[str, ...], ...] = ()
+    masks: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,10 +122,11 @@ def derive_block(block: nn.Module, call: Arguments, size: int) -> Derived:
         return derived
     taken: set[str] = set()
     for row in reversed(here):
-        feeding = sources(graph, here, row)
+        feeding, masks = sources(graph, here, row)
         if not feeding or row.module in taken or any(p.module in taken for p in feeding):
             continue
-        new, reason = _grouped(block, call, graph, derived, row, feeding)
+        seen = tuple((n.module, len(graph.values[n.outputs[0]].shape) - 3) for n in masks)
+        new, reason = _grouped(block, call, graph, derived, row, feeding, seen)
         if new is None:
             derived = replace(derived, left={**derived.left, row.module: reason})
             continue
@@ -146,6 +151,7 @@ def _grouped(
     before: Derived,
     row: Product,
     feeding: Sequence[Product],
+    masks: tuple[tuple[str, int], ...],
 ) -> tuple[Derived | None, str]:
     """With a row and its columns, if that is proved; or the reason why it is not."""
     reason = ""
@@ -157,7 +163,7 @@ def _grouped(
             continue
         tried = replace(
             before,
-            groups=(*before.groups, group),
+            groups=(*before.groups, replace(group, masks=masks)),
             parameters={**before.parameters, **layouts},
         )
         proved, why = _proved(graph, tried)
@@ -218,6 +224,9 @@ def exchanges(derived: Derived) -> dict[Site, Exchange]:
     for group in derived.groups:
         sites |= {(p.module, "input"): FAN_OUT for p in (*group.columns, *group.whole)}
         sites[group.row.module, group.row.edge] = SUM
+        for module, dim in group.masks:
+            part = Laid(Sharded(dim), Sharded(dim))
+            sites[module, MASK] = Exchange(Laid(), part)
     return sites
 
 

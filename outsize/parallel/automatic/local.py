@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from outsize.parallel.automatic.capture import Arguments
 from outsize.parallel.automatic.products import Product
 from outsize.parallel.check.checker import Checked
-from outsize.parallel.check.graph import Graph, Node, Ref
+from outsize.parallel.check.graph import Graph, Node, Ref, Site
 from outsize.parallel.check.infer import Blank, Even, Found
 from outsize.parallel.check.rules import BLANK, UNIFORM
-from outsize.parallel.check.trace import trace
+from outsize.parallel.check.trace import MASK, trace
 from outsize.parallel.check.views import VIEWS
 from outsize.parallel.layouts import REPLICATED, Layout, Sharded, local_size
 from outsize.torch_private import tree_leaves
@@ -179,10 +179,19 @@ def _right(
 ) -> bool:
     try:
         with changed(block, changes):
-            local = trace(block, *call, weights=weights)
+            parts = {site: size for site in _masks(graph, checked)}
+            local = trace(block, *call, weights=weights, parts=parts)
     except Exception:  # somebody else's code, with a count that it does not expect
         return False
     return _alike(graph, local, checked, size)
+
+
+def _masks(graph: Graph, checked: Checked) -> Iterator[Site]:
+    """Where attention takes its part of a mask."""
+    for node in graph.nodes:
+        site = node.site
+        if site and site[1] == MASK and isinstance(checked.values[node.outputs[0]], Sharded):
+            yield site
 
 
 @dataclass(frozen=True)

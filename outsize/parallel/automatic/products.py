@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from torch import nn
 
 from outsize.parallel.check.graph import Graph, Node
+from outsize.parallel.check.trace import MASK
 from outsize.parallel.check.views import groups
 
 _TURNED = frozenset({"t", "transpose", "permute"})
@@ -81,11 +82,14 @@ def _product(graph: Graph, path: str, nodes: list[Node], names: dict[int, str]) 
     return Product(path, name, bias, outer, taken, made, edge, shape[outer], shape[1 - outer])
 
 
-def sources(graph: Graph, here: Sequence[Product], row: Product) -> list[Product]:
-    """The linear layers that a layer's input comes from, none between."""
+def sources(
+    graph: Graph, here: Sequence[Product], row: Product
+) -> tuple[list[Product], tuple[Node, ...]]:
+    """The linear layers that a layer's input comes from, none between; and where masks of heads
+    enter on the way."""
     made = {p.made: p for p in here}
     maker = {out: node for node in graph.nodes for out in node.outputs}
-    found: dict[str, Product] = {}
+    found, masks = dict[str, Product](), list[Node]()
     open_, seen = [row.taken], set[int]()
     while open_:
         value = open_.pop()
@@ -95,8 +99,11 @@ def sources(graph: Graph, here: Sequence[Product], row: Product) -> list[Product
         if value in made:
             found[made[value].module] = made[value]
         elif value in maker:
-            open_ += maker[value].inputs
-    return sorted(found.values(), key=lambda p: p.made)
+            node = maker[value]
+            if node.site is not None and node.site[1] == MASK:
+                masks.append(node)
+            open_ += node.inputs
+    return sorted(found.values(), key=lambda p: p.made), tuple(masks)
 
 
 def segments(graph: Graph, column: Product) -> tuple[int, ...]:

@@ -222,11 +222,13 @@ def _attention(call: Call) -> Layout:
     tokens = 0 if call.op == "attend" else None
     if dim in (None, tokens) or dim >= len(call.shapes[0]) - tail:
         raise Refusal(f"attention looks at the whole of dim {dim}, which is sharded", "all_gather")
+    assert isinstance(q, Sharded)
     for mask, shape in zip(call.layouts[3:], call.shapes[3:], strict=True):
         here = dim - len(call.shapes[0]) + len(shape)
         if mask == REPLICATED and here >= 0 and shape[here] != 1:
             raise Refusal(f"a whole mask {shape} meets queries that are {q}", "take of its part")
-    assert isinstance(q, Sharded)
+        if isinstance(mask, Sharded) and mask != q.at(here):
+            raise Refusal(f"a mask that is {mask} meets queries that are {q}", "all_gather")
     return q
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from outsize.parallel.check.graph import Graph, Node, Ref, Site, Value
 from outsize.parallel.check.shapes import shaped
 from outsize.torch_private import DispatchMode, storage_key, tree_flatten, tree_map_only
 
+MASK = "mask"  # where a mask that has a part for each head enters attention
 # Functions that are taken whole, by the name that their rule has.
 COMPOSITE: Mapping[Callable[..., Any], str] = {
     F.linear: "linear",
@@ -41,7 +43,8 @@ COMPOSITE: Mapping[Callable[..., Any], str] = {
 class Recorder:
     """Writes down operators while its modes are active."""
 
-    def __init__(self, named: Mapping[str, Tensor]) -> None:
+    def __init__(self, named: Mapping[str, Tensor], parts: Mapping[Site, int]) -> None:
+        self.parts = parts
         self.values: list[Value] = []
         self.nodes: list[Node] = []
         self.parameters: dict[str, int] = {}
@@ -115,6 +118,8 @@ class Recorder:
         """A tensor as it is behind a place where its layout may change."""
         with self.sleeping():
             alias = tensor.detach().view(tensor.shape)
+            if site in self.parts:
+                alias = alias.narrow(-3, 0, alias.shape[-3] // self.parts[site])
         self.node("mark", None, (tensor,), {}, alias, site)
         return alias
 
@@ -172,10 +177,28 @@ class _Functions(TorchFunctionMode):
             return func(*args, **kwargs)
         if op == "linear":
             return _linear(recorder, *args, **kwargs)
+        if op == "scaled_dot_product_attention":
+            args, kwargs = with_mask(
+                args, kwargs, lambda mask: recorder.mark((recorder.path[-1], MASK), mask)
+            )
         with recorder.sleeping():
             outs = func(*args, **kwargs)
         recorder.node(op, func, args, kwargs, outs)
         return outs
+
+
+def with_mask(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], change: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of scaled_dot_product_attention with their mask changed, if it has a part for
+    each head, at dim -3."""
+    named = dict(kwargs)
+    mask = args[3] if len(args) > 3 else named.get("attn_mask")
+    if mask is None or mask.dim() < 3 or mask.shape[-3] == 1:
+        return args, named
+    if len(args) > 3:
+        return (*args[:3], change(mask), *args[4:]), named
+    return args, named | {"attn_mask": change(mask)}
 
 
 def _linear(
@@ -213,16 +236,18 @@ def trace(
     known: frozenset[str] = frozenset(),
     call: Callable[[Recorder], Any] | None = None,
     weights: Mapping[str, Tensor] | None = None,
+    parts: Mapping[Site, int] = MappingProxyType({}),
 ) -> Graph:
     """The operators of module(*args, **kwargs), or of `call` in its place.
 
     The module is on the meta device, or is one on which it costs little to run. root: the path of
     the module, before the names of all in it; known: paths of modules that are one node each, named
     "module". weights: tensors that take the place of parameters and buffers, by name, for a module
-    that is not on the meta device. Hooks mark where modules begin and end while it runs.
+    that is not on the meta device; parts: sites of masks of which so many workers take a part each,
+    by head. Hooks mark where modules begin and end while it runs.
     """
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    recorder = Recorder(own if weights is None else weights)
+    recorder = Recorder(own if weights is None else weights, parts)
     inputs = [t for t in tree_flatten((args, dict(kwargs or {})))[0] if isinstance(t, Tensor)]
     given = tuple(recorder.add(t, "the input") for t in inputs)
     with ExitStack() as stack, torch.no_grad():
