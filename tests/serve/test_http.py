@@ -351,6 +351,18 @@ def test_shapes_of_a_tokenizer_of_words(tmp_path: Path) -> None:
     assert Fruit.model_validate_json(text.decode(ids))
 
 
+def test_a_model_has_more_ids_than_the_grammar_knows() -> None:
+    """As where rows of its embedding are padding: none of these is drawn, however likely."""
+    text = open_tokenizer("bytes")
+    sampler = Shaped(Sampling(1.0, seed=3), Shapes(text, 900, [text.eos]).of({"type": "boolean"}))
+    logits_V, ids = torch.zeros(900), list[int]()
+    logits_V[257:] = 50.0
+    while not ids or ids[-1] != text.eos:
+        ids.append(sampler(logits_V, len(ids)))
+        assert len(ids) < 10
+    assert text.decode(ids[:-1]) in ("true", "false")
+
+
 def test_the_document_is_kept(address: tuple[str, int], tmp_path: Path) -> None:
     """What schemathesis makes of it, right and wrong: no 5xx, answers of the forms it names."""
     url = f"http://{address[0]}:{address[1]}/openapi.json"

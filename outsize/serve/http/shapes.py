@@ -47,9 +47,10 @@ class Shaped:
     def __call__(self, logits_V: Tensor, index: int) -> int:
         bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
         self._check()
-        able_V = torch.from_numpy(np.unpackbits(bits, bitorder="little").astype(bool))
         scores_V = logits_V.detach().float()
-        ruled_V = scores_V.masked_fill(~able_V[: len(scores_V)], float("-inf"))
+        # The grammar may know fewer ids than the model, whose further ones are no tokens.
+        able = np.unpackbits(bits, count=len(scores_V), bitorder="little").astype(bool)
+        ruled_V = scores_V.masked_fill(~torch.from_numpy(able), float("-inf"))
         token = self.inner(ruled_V, index)
         self.matcher.consume_token(token)
         self._check()
