@@ -61,6 +61,7 @@ LEAST_REPEATS, MOST_REPEATS = 5, 30  # at least some: a neighbour's time slice s
 TINY_CALLS = 200
 HEADS, HEAD_SIZE = 6, 64
 LONG, SHORT = (4096, 32), 2e-4  # tokens and heads where a call of 512 takes fewer seconds than this
+LOCKED = 1 << 20  # bytes, page-locked: fewer are copied before a copy has begun
 COPIED = 2**27  # bytes
 
 
@@ -180,17 +181,30 @@ def overhead(device: torch.device, timer: Timer, date: str) -> Rate:
 
 
 def host_copies(device: torch.device, timer: Timer, date: str) -> tuple[Rate, Rate]:
-    """B/s from pinned host memory to an accelerator, and back."""
+    """B/s from pinned host memory to an accelerator, and back; from other memory where not even
+    LOCKED bytes can be page-locked."""
     count = _room(device, 2**28)
+    here, note = _locked(count), "pinned"
+    if here is None:
+        here, note = torch.empty(count, dtype=torch.uint8), "not pinned"
+    count = here.nbytes
     there = torch.empty(count, dtype=torch.uint8, device=device)
-    here = torch.empty(count, dtype=torch.uint8, pin_memory=True)
     to = timer(lambda: there.copy_(here, non_blocking=True), device)
     back = timer(lambda: here.copy_(there, non_blocking=True), device)
-    note = "pinned"
     return (
         Rate(count / to, "B/s", "probe", date, note=note),
         Rate(count / back, "B/s", "probe", date, note=note),
     )
+
+
+def _locked(most: int) -> Tensor | None:
+    """So many page-locked bytes of the host, or a quarter of them, or of that."""
+    while most >= LOCKED:
+        try:
+            return accelerator.pinned(most, "what copies are measured with")
+        except accelerator.NotLocked:
+            most //= 4
+    return None
 
 
 def _room(device: torch.device, most: int) -> int:

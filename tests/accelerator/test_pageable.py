@@ -12,7 +12,9 @@ import pytest
 import strict
 from cases import CASES, CPU, TIER, Case, device, stores_of
 
+from outsize import accelerator
 from outsize.errors import OutsizeError
+from outsize.hardware import measure
 from outsize.memory.tiers import TierSpec
 from outsize.train.tiers import opened
 
@@ -49,3 +51,11 @@ def test_it_is_refused_or_used_as_the_plan_says() -> None:
     assert losses == expected and "copy of unpinned memory" in kinds
     (line,) = said
     assert "bytes cannot be page-locked" in line and line.endswith("beside the computation")
+
+
+def test_copies_are_measured_with_what_can_be_locked() -> None:
+    """Of 8 MiB a quarter, which the host's allocator rounds up; ordinary memory below that."""
+    for bytes_, note in ((4 * LOCKED, "pinned"), (LOCKED, "not pinned")):
+        strict.start("demand", pinned_bytes=bytes_ + accelerator.ALIGN, device_bytes=1 << 26)
+        rates = measure.host_copies(device(), lambda work, _: (work(), 1.0)[1], "2026-11-27")
+        assert [rate.note for rate in rates] == [note, note], (rates, bytes_)

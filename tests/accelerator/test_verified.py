@@ -77,6 +77,13 @@ def test_a_plan(name: str) -> None:
     assert torch.accelerator.max_memory_allocated(case.plan.mesh.size - 1) > 0
 
 
+def test_layer_norms_in_16_bits() -> None:
+    """Whose kernel on the CPU keeps means and deviations in another type than devices do."""
+    strict.start("random", seed=6, devices=2)
+    found = verify(replace(case_of("gpt2", named="bfloat16"), device="strict"))
+    assert found.own is not None and found.holds, found.over
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -373,6 +373,21 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
   for (IValue& result : results) stack->push_back(std::move(result));
 }
 
+// The mean and deviation of rows are float32 on a device. The CPU's kernel has them in the type of its
+// input where weights have that too, and gets them back so.
+void layer_norm_backward(const c10::OperatorHandle& op, Stack* stack) {
+  constexpr size_t kInput = 1, kMean = 3, kDeviation = 4, kWeight = 5; // arguments
+  const size_t first = stack->size() - op.schema().arguments().size();
+  const auto type = (*stack)[first + kInput].toTensor().scalar_type();
+  const IValue weight = (*stack)[first + kWeight];
+  if (!weight.isTensor() || !weight.toTensor().defined() || weight.toTensor().scalar_type() == type) {
+    Below below;
+    for (const size_t i : {kMean, kDeviation})
+      (*stack)[first + i] = (*stack)[first + i].toTensor().to(type);
+  }
+  run(op, stack);
+}
+
 // Memory.
 
 Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
@@ -541,9 +556,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view_as_complex", &at::native::view_as_complex);
   // Composed of other operators by default, in another order of sums than the CPU's kernels, or
   // handed to a device's own convolutions.
-  for (const char* name : {"native_layer_norm", "native_layer_norm_backward", "convolution",
-                           "convolution_backward"})
+  for (const char* name : {"native_layer_norm", "convolution", "convolution_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&strict::run>());
+  m.impl("native_layer_norm_backward",
+         torch::CppFunction::makeFromBoxedFunction<&strict::layer_norm_backward>());
   m.impl("_copy_from", &strict::copy_from);
   m.impl("_copy_from_and_resize", &strict::copy_from_and_resize);
   m.impl("_local_scalar_dense", &strict::read);
