@@ -316,6 +316,13 @@ def sums_of_parts(group: Any, out: Tensor, flat: Tensor) -> Work:
     return work
 
 
+def sums_of_uneven_parts(group: Any, out: Tensor, parts: list[Tensor]) -> Work:
+    """A process group's own reduce-scatter of parts of several lengths, in the order of ranks."""
+    options = importlib.import_module(_C10D).ReduceScatterOptions()
+    work: Work = group.reduce_scatter([out], [parts], options)
+    return work
+
+
 def parts_of_all(group: Any, out: Tensor, mine: Tensor) -> Work:
     """A process group's own all-gather of equal parts, in the order of ranks."""
     work: Work = group._allgather_base(out, mine, importlib.import_module(_C10D).AllgatherOptions())

@@ -211,6 +211,8 @@ def test_a_group_of_one_speaks_over_a_named_interface():
     private.sums_of_parts(group, part, x).wait()
     private.parts_of_all(group, whole, part).wait()
     assert whole.tolist() == [1.0, 1.0]
+    private.sums_of_uneven_parts(group, part, [2 * x]).wait()
+    assert part.tolist() == [2.0, 2.0]
     assert isinstance(private.Store, type) and issubclass(private.TCPStore, private.Store)
     assert issubclass(private.PrefixStore, private.Store)
     assert private.ReduceOp.SUM is not None and isinstance(private.Work, type)

@@ -280,7 +280,10 @@ def _random(asked: Asked, as_json: bool) -> int:
     workers, processes, precision = asked.workers, asked.processes, asked.precision
     if not processes:
         torch.set_num_threads(1)
-    again = partial(many.command, workers=workers, processes=processes, precision=precision)
+    again = partial(
+        many.command, workers=workers, processes=processes, precision=precision,
+        device=asked.device,
+    )  # fmt: skip
     judged_by = judge if processes else None
     every = many.outcomes(asked.seeds, workers, judged_by, precision, asked.device)
     return _told(every, asked.count, again, as_json)

@@ -34,7 +34,16 @@ from outsize.collectives.collective import (
     length,
     put,
 )
-from outsize.collectives.pieces import NARROW, at_once, equal, flattened, joined, raw, wider
+from outsize.collectives.pieces import (
+    NARROW,
+    added_here,
+    at_once,
+    equal,
+    flattened,
+    joined,
+    raw,
+    wider,
+)
 from outsize.errors import OutsizeError
 from outsize.torch_private import (
     ProcessGroupGloo,
@@ -47,6 +56,7 @@ from outsize.torch_private import (
     parts_of_all,
     start_coalescing,
     sums_of_parts,
+    sums_of_uneven_parts,
 )
 
 
@@ -111,11 +121,14 @@ class C10d(Collective):
             case AllReduce(tensor, operation):
                 return self._all_reduce(tensor, operation)
             case ReduceScatter(flat, spans, out):
-                if self.own and equal(spans) and flat.dtype not in NARROW:
+                if not self.own or added_here(call, self.size):
+                    self._reduce(call.name, flat, spans, out, "sum")
+                    return DONE
+                if equal(spans):
                     here = flat[spans[0][0] : spans[-1][1]]
                     return self._under_way(call.name, sums_of_parts(self._open(), out, here))
-                self._reduce(call.name, flat, spans, out, "sum")
-                return DONE
+                parts = [flat[slice(*span)] for span in spans]
+                return self._under_way(call.name, sums_of_uneven_parts(self._open(), out, parts))
             case AllGather(mine, spans, out):
                 put(mine, out[slice(*spans[self.rank])])
                 if self.own and equal(spans):

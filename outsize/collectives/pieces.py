@@ -50,13 +50,18 @@ def equal(spans: Sequence[Span]) -> bool:
     return size > 0 and list(spans) == ends
 
 
+def _apart(spans: Sequence[Span]) -> bool:
+    """Whether spans of one length do not lie one behind another: a transport would make a copy."""
+    return len(set(map(length, spans))) == 1 and not equal(spans)
+
+
 def added_here(call: Call, size: int) -> tuple[Tensor, Sequence[Span]] | None:
     """What is summed and by whom, of an operation whose parts workers send and add themselves; None
     of those for which an accelerator's transport has an operation of its own."""
     match call:
         case AllReduce(tensor, operation) if operation == "max" or tensor.dtype in NARROW:
             return tensor, even(tensor.numel(), size)
-        case ReduceScatter(flat, spans) if flat.dtype in NARROW or not equal(spans):
+        case ReduceScatter(flat, spans) if flat.dtype in NARROW or _apart(spans):
             return flat, spans
     return None
 

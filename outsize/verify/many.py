@@ -156,11 +156,16 @@ def _fault(found: Verdict) -> str:
 
 
 def command(
-    drawn: Repeatable, workers: int, processes: bool = False, precision: str | None = None
+    drawn: Repeatable,
+    workers: int,
+    processes: bool = False,
+    precision: str | None = None,
+    device: str = "auto",
 ) -> str:
-    """What repeats a draw. precision: that all draws were asked to have."""
+    """What repeats a draw. precision, device: that all draws were asked to have."""
     more = " --processes" if processes else ""
     more += "" if precision is None else f" --precision {precision}"
+    more += "" if device == "auto" else f" --device {device}"
     return f"outsize verify --random 1 --seed {drawn.seed} --workers {workers}{more}"
 
 

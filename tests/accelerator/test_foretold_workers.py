@@ -35,6 +35,10 @@ MESHES: dict[Mesh, dict[str, dict[str, Any]]] = {
         "zero 2, bfloat16": {"shards": zero(2, 2), "precision": BFLOAT16},
         "zero 3 on host": {"shards": zero(3, 2), "order": "layer", "rest": HOST},
     },
+    Mesh(3): {
+        "zero 1, uneven": {"shards": zero(1, 3)},
+        "zero 2, uneven, bfloat16": {"shards": zero(2, 3), "precision": BFLOAT16},
+    },
     Mesh(1, 2): {
         "bfloat16": {"precision": BFLOAT16},
         "sequence, overlap": {"sequence_parallel": True, "settings": NONE.having({"overlap": 2})},

@@ -67,7 +67,9 @@ def test_a_seed_is_one_draw():
     one, same = first_of(7), first_of(7)
     assert str(one) == str(same)
     assert one.case.batch(1).ids_BS.equal(same.case.batch(1).ids_BS)
-    assert command(one, WORKERS) == "outsize verify --random 1 --seed 7 --workers 8"
+    same = "outsize verify --random 1 --seed 7 --workers 8"
+    assert command(one, WORKERS) == same
+    assert command(one, WORKERS, device="cpu") == f"{same} --device cpu"
 
 
 def test_everything_is_drawn():

@@ -116,9 +116,22 @@ class Group(ProcessGroup):
 
     def reduce_scatter_single(self, out: Tensor, flat: Tensor, options: Any = None) -> Work:
         def scatter(gloo: Any, host: list[Tensor]) -> None:
-            host[1].view(-1).copy_(_summed(gloo, host[0], self.size())[self.rank()])
+            summed = _summed(gloo, host[0], self.size()).view(self.size(), -1)
+            host[1].view(-1).copy_(summed[self.rank()])
 
         return self._begin(f"reduce_scatter {_forms([flat])}", [flat], [out], scatter)
+
+    def reduce_scatter(
+        self, outs: list[Tensor], given: list[list[Tensor]], options: Any = None
+    ) -> Work:
+        """Of parts that may differ in length."""
+        parts = [len(part) for part in given[0]]
+
+        def scatter(gloo: Any, host: list[Tensor]) -> None:
+            summed = _summed(gloo, torch.cat(host[:-1]), self.size())
+            host[-1].copy_(summed.split(parts)[self.rank()])
+
+        return self._begin(f"reduce_scatter {_forms(given[0])}", given[0], outs, scatter)
 
     def all_to_all_single(
         self, out: Tensor, flat: Tensor, had: list[int], sent: list[int], options: Any = None
@@ -257,10 +270,10 @@ def _room(tensor: Tensor) -> Tensor:
 
 
 def _summed(gloo: Any, mine: Tensor, size: int) -> Tensor:
-    """Everybody's parts added in the order of ranks, a row each."""
+    """(elements,) everybody's added in the order of ranks."""
     everything = list(mine.new_empty(size, mine.numel()).unbind())
     gloo.allgather([everything], [mine.view(-1)]).wait()
-    total = everything[0].view(size, -1).clone()
+    total = everything[0].clone()
     for part in everything[1:]:
-        total += part.view(size, -1)
+        total += part
     return total
