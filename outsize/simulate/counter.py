@@ -8,6 +8,7 @@ matrix products, everything else the bytes it reads and writes over the bandwidt
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from math import prod
 from typing import Any, Literal
@@ -28,7 +29,7 @@ _FUSED = ("flash_attention", "efficient_attention", "cudnn_attention")
 # by an index, and what is added at one.
 _PICKED = ("gather", "embedding", "index", "index_select")
 _ADDED_AT = ("scatter_add_", "index_add_")
-_FREE = ("view", "reshape", "detach", "transpose", "expand", "slice", "select", "alias", "empty")
+_FREE = ("empty", "reshape", "_unsafe_view")  # beside what gives views
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Counter(DispatchMode):
             return
         name = func._schema.name.removeprefix("aten::")
         work = self.work
-        if name.startswith(_FREE) or name in ("t", "unsqueeze", "squeeze", "split", "_unsafe_view"):
+        if name.startswith(_FREE) or _gives_views(func):
             return
         work.calls += 1
         if func in _PRODUCTS:
@@ -86,6 +87,8 @@ class Counter(DispatchMode):
             self._packed_attention("backward" in name, args)
         elif "convolution" in name:
             self._convolution(args, result)
+        elif name.startswith("new_") or name.endswith("_like"):  # what they are given says its form
+            work.moved += 0 if "empty" in name else _bytes(result)
         elif name in _PICKED:
             work.moved += _bytes(args[1:]) + 2 * _bytes(result)
         elif name in _ADDED_AT:
@@ -133,6 +136,13 @@ class Counter(DispatchMode):
         channels = weight.shape[0]
         key = (out.numel() // channels, weight.numel() // channels, channels, _dtype(weight))
         self.work.products[key] = self.work.products.get(key, 0) + (2 if back else 1)
+
+
+@cache
+def _gives_views(func: Any) -> bool:
+    """Whether an operator gives other views of what it is given, and moves nothing."""
+    given = [one.alias_info for one in func._schema.returns]
+    return bool(given) and all(one is not None and not one.is_write for one in given)
 
 
 def _triangle(length: int, window: int | None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -115,6 +116,25 @@ def test_what_is_written_over_moves_both_ways():
     both, third = [torch.ones(100), torch.ones(100)], torch.ones(100)
     assert counted(lambda: torch._foreach_add_(both, 1.0)).work.moved == 2 * 2 * 400
     assert counted(lambda: third.add_(1.0)).work.moved == 2 * 400
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.as_strided((6,), (2,), 1), lambda x: x.permute(1, 0), lambda x: x.unbind(0),
+        lambda x: x.diagonal(), lambda x: x.split_with_sizes([4, 6]), lambda x: x.t(),
+        lambda x: x.new_empty(50), torch.empty_like,
+    ],
+)  # fmt: skip
+def test_views_and_bare_memory_move_nothing(view):
+    x = torch.ones(10, 10)
+    assert counted(lambda: view(x)).work.moved == 0
+
+
+def test_what_only_says_a_form_is_not_read():
+    x = torch.ones(10, 10)
+    assert counted(lambda: x.new_zeros(5)).work.moved == 4 * 5
+    assert counted(lambda: torch.zeros_like(x)).work.moved == 400
 
 
 def test_fake_tensors_count_the_same():
