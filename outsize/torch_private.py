@@ -126,6 +126,23 @@ def watched() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def unseen() -> bool:
+    """Whether nobody sees the operators that this thread calls: no mode, transform or profiler."""
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
+def enter(function: type[torch.autograd.Function], *inputs: Any) -> Any:
+    """function.apply(*inputs), without a look at each input for what a transform of torch.func that
+    has ended left behind: that has no memory, and our operators say so."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*inputs)
+    return super(torch.autograd.Function, function).apply(*inputs)  # type: ignore[misc]
+
+
 cdata: Callable[[UntypedStorage], int] = attrgetter("_cdata")  # what tells a storage from others
 
 

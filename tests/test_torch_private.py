@@ -117,6 +117,41 @@ def test_fake_tensors_come_without_the_compiler_which_comes_when_it_is_asked_for
     subprocess.run([sys.executable, "-c", WITHOUT], check=True)
 
 
+def test_modes_transforms_and_profilers_see_operators():
+    class Seen(private.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    assert private.unseen()
+    with Seen():
+        assert not private.unseen()
+    with torch.profiler.profile():
+        assert not private.unseen()
+    unseen = []
+    torch.func.grad(lambda x: (unseen.append(private.unseen()), x.sum())[1])(torch.ones(2))
+    assert unseen == [False] and private.unseen()
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, by):
+        ctx.by = by
+        return x * by
+
+    @staticmethod
+    def backward(ctx, gy):
+        return gy * ctx.by, None
+
+
+def test_a_function_is_entered_as_by_apply_and_transforms_are_refused():
+    x = torch.randn(3, requires_grad=True)
+    y = private.enter(Twice, x, 2.0)
+    y.sum().backward()
+    assert torch.equal(y, Twice.apply(x, 2.0)) and x.grad.tolist() == [2.0] * 3
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda x: private.enter(Twice, x, 2.0).sum())(torch.ones(3))
+
+
 def test_dispatch_modes_are_called_as_they_are():
     def seen(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))

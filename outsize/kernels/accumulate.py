@@ -12,7 +12,8 @@ def accumulate(total: Tensor, x: Tensor) -> None:
     """total += x, in the dtype of `total`; shapes alike."""
     with torch.no_grad():
         if total.dtype == torch.float32 and x.shape == total.shape and _fused(total, x):
-            torch.ops.outsize.accumulate.default(total, x)
+            made = _run if native.bare(total) else torch.ops.outsize.accumulate.default
+            made(total, x)
         else:
             total.add_(x)  # the twin of outsize_add
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from outsize.kernels import native
+from outsize.torch_private import enter
 
 WIDTH = 256  # the largest head size, as in tiles.h
 BLOCK = 64  # tokens of a tile, as in tiles.h
@@ -46,7 +47,7 @@ def attend(
 ) -> Tensor:
     """o_THW, dtype as q: inside each document, each token over those before it and itself, the
     last `window` of them. softcap c turns a score s into c * tanh(s / c)."""
-    o: Tensor = _Attention.apply(q_THK, k_TGK, v_TGW, bounds, scale, window, softcap)  # type: ignore[no-untyped-call]
+    o: Tensor = enter(_Attention, q_THK, k_TGK, v_TGW, bounds, scale, window, softcap)
     return o
 
 
@@ -61,9 +62,9 @@ class _Attention(torch.autograd.Function):
         *facts: float | None,
     ) -> Tensor:
         inputs = (q_THK, k_TGK, v_TGW)
-        made = torch.ops.outsize.attention.default(*inputs, bounds, *facts)
+        made = _run if native.bare(q_THK) else torch.ops.outsize.attention.default
         o_THW: Tensor
-        o_THW, lse_HT = made
+        o_THW, lse_HT = made(*inputs, bounds, *facts)
         ctx.save_for_backward(*inputs, o_THW, lse_HT)
         ctx.facts = (bounds, *facts)
         return o_THW
@@ -74,7 +75,8 @@ class _Attention(torch.autograd.Function):
         saved = ctx.saved_tensors
         if go_THW.stride(2) != 1:
             go_THW = go_THW.contiguous()
-        pull = torch.ops.outsize.attention_backward.default
+        fused = torch.ops.outsize.attention_backward.default
+        pull = _run_backward if native.bare(go_THW) else fused
         gradients = pull(go_THW, *saved, *ctx.facts)
         if gradients[0].dtype == go_THW.dtype:
             return *gradients, None, None, None, None

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from outsize.kernels import native
 from outsize.kernels.rows import by_element
+from outsize.torch_private import enter
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,14 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """activation(gate) * up, elementwise; two tensors of one shape and dtype."""
     if not torch.is_grad_enabled():
         return _made(gate, up, activation)
-    y: Tensor = _Gate.apply(gate, up, activation)  # type: ignore[no-untyped-call]
+    y: Tensor = enter(_Gate, gate, up, activation)
     return y
 
 
 def _made(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     if activation == SILU and native.alike(gate, up, by="gate"):
-        y: Tensor = torch.ops.outsize.gate.default(gate, up)
+        made = _run if native.bare(gate) else torch.ops.outsize.gate.default
+        y: Tensor = made(gate, up)
         return y
     return plain(gate, up, activation)
 
@@ -54,7 +56,8 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
         if ctx.activation == SILU and native.alike(g, gate, up, by="gate_backward"):
-            ggate, gup = torch.ops.outsize.gate_backward.default(g, gate, up)
+            fused = torch.ops.outsize.gate_backward.default
+            ggate, gup = (_run_backward if native.bare(g) else fused)(g, gate, up)
             return ggate, gup, None
         return *plain_backward(g, gate, up, ctx.activation), None
 

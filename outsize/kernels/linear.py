@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from outsize import accelerator
 from outsize.kernels import product
-from outsize.torch_private import FakeTensor
+from outsize.torch_private import FakeTensor, enter
 
 
 class GradSink(Protocol):
@@ -93,7 +93,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, sink: GradSink | None
             return product.linear(x, weight, bias)  # nothing before it learns, nor does it
         # The Function must be entered for its weight's sake; x has no gradient.
         anchor = torch.empty(0, device=x.device, requires_grad=True)
-    y: Tensor = _SinkLinear.apply(x, (weight, bias, sink), anchor)  # type: ignore[no-untyped-call]
+    y: Tensor = enter(_SinkLinear, x, (weight, bias, sink), anchor)
     return y
 
 
@@ -115,5 +115,5 @@ def embedding(ids: Tensor, weight: Tensor, sink: GradSink | None) -> Tensor:
     if sink is None or not torch.is_grad_enabled() or not weight.requires_grad:
         return F.embedding(ids, weight)
     anchor = torch.empty(0, device=weight.device, requires_grad=True)
-    y: Tensor = _SinkEmbedding.apply(anchor, ids, (weight, sink))  # type: ignore[no-untyped-call]
+    y: Tensor = enter(_SinkEmbedding, anchor, ids, (weight, sink))
     return y

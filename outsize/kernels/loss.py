@@ -30,6 +30,7 @@ from outsize.kernels.entropy import (
     plain,
 )
 from outsize.kernels.linear import GradSink, add_product
+from outsize.torch_private import enter
 
 __all__ = [
     "IGNORE",
@@ -205,9 +206,9 @@ class Head:
 
     def fused(self, logits_CV: Tensor, targets: Targets, gradient: bool) -> Tensor:
         """The losses of a chunk, times factor; with `gradient`, logits become their gradient."""
-        return torch.ops.outsize.cross_entropy.default(  # type: ignore[no-any-return]
-            logits_CV, targets.ids_T, self.factor, gradient, targets.weights_T
-        )
+        made = _run if native.bare(logits_CV) else torch.ops.outsize.cross_entropy.default
+        loss: Tensor = made(logits_CV, targets.ids_T, self.factor, gradient, targets.weights_T)
+        return loss
 
     def entropy(self, logits_CV: Tensor, targets: Targets, gradient: bool) -> Tensor:
         """The same by the pass that knows all of it."""
@@ -241,5 +242,5 @@ def chunked_loss(
     gradient = torch.is_grad_enabled() and head.sink is not None
     if gradient and not h_TD.requires_grad:
         h_TD = h_TD.detach().requires_grad_()
-    loss: Tensor = _ChunkedLoss.apply(h_TD, (weight_VD, bias_V), targets, head, gradient)  # type: ignore[no-untyped-call]
+    loss: Tensor = enter(_ChunkedLoss, h_TD, (weight_VD, bias_V), targets, head, gradient)
     return loss

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize import accelerator
-from outsize.torch_private import FakeTensor
+from outsize.torch_private import FakeTensor, unseen
 
 _READ = (Tensor, nn.Parameter, FakeTensor)
 CODES = {torch.float32: 0, torch.bfloat16: 1}  # the dtypes of native.cpp, by its numbers
@@ -160,11 +160,16 @@ def served(*tensors: Tensor, by: str = "") -> bool:
 
 def fits(*tensors: Tensor, by: str = "") -> bool:
     """Whether a pass takes these together: served, of one dtype and contiguous."""
-    dtype = tensors[0].dtype
+    first = tensors[0]
+    dtype, here = first.dtype, not by or first.is_cpu
+    if torch.is_grad_enabled() or (here and dtype not in CODES):
+        return False
     for x in tensors:
         if x.dtype is not dtype or not x.is_contiguous():
             return False
-    return served(*tensors, by=by)
+        if here and (not x.is_cpu or type(x) not in _READ):
+            return False
+    return library() is not None if here else _read_there(tensors, by)
 
 
 def alike(*tensors: Tensor, by: str = "") -> bool:
@@ -174,6 +179,12 @@ def alike(*tensors: Tensor, by: str = "") -> bool:
         if x.shape != shape:
             return False
     return fits(*tensors, by=by)
+
+
+def bare(x: Tensor) -> bool:
+    """Whether what fits may run without the dispatcher, which takes as long as a small pass: x is a
+    real one on the CPU, and nobody sees operators."""
+    return x.is_cpu and type(x) is not FakeTensor and unseen()
 
 
 def numbers(values: Iterable[int]) -> bytes:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from outsize.kernels import native
-from outsize.kernels.rows import here, lying
-from outsize.torch_private import FakeTensor
+from outsize.kernels.rows import lying
+from outsize.torch_private import enter
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -28,9 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     y: Tensor
     x = lying(x)
     if torch.is_grad_enabled():
-        y = _RMSNorm.apply(x, weight, eps, offset)  # type: ignore[no-untyped-call]
-    elif here() and x.is_cpu and type(x) is not FakeTensor and _fused("", weight, x):
-        y, _ = _run(x, weight, eps, offset)  # in steps of serving a dispatcher takes longer
+        y = enter(_RMSNorm, x, weight, eps, offset)
     else:
         y, _ = _normed(x, weight, eps, offset)
     return y
@@ -38,7 +36,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
 
 def _normed(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     """y, and the inverse of the root."""
-    made = torch.ops.outsize.rms_norm.default if _fused("rms_norm", weight, x) else plain
+    if not _fused("rms_norm", weight, x):
+        return plain(x, weight, eps, offset)
+    made = _run if native.bare(x) else torch.ops.outsize.rms_norm.default
     y, inverse = made(x, weight, eps, offset)
     return y, inverse
 
@@ -57,14 +57,15 @@ class _RMSNorm(torch.autograd.Function):
         wanted = ctx.needs_input_grad[:2]
         if not _fused("rms_norm_backward", weight, x, gy):
             return *plain_backward(gy, x, weight, inverse, ctx.offset, *wanted), None, None
-        backward = torch.ops.outsize.rms_norm_backward.default
+        fused = torch.ops.outsize.rms_norm_backward.default
+        backward = _run_backward if native.bare(gy) else fused
         gx, gweight = backward(gy, x, weight, inverse, ctx.offset, *wanted)
         return gx if wanted[0] else None, gweight if wanted[1] else None, None, None
 
 
 def _fused(by: str, weight: Tensor, *rows: Tensor) -> bool:
     """A weight may be wider than what it scales."""
-    shaped = rows[0].shape[-1:] == weight.shape
+    shaped = weight.dim() == 1 and rows[0].size(-1) == weight.size(0)
     return shaped and native.fits(weight, by=by) and native.alike(*rows, by=by)
 
 

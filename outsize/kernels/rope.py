@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outsize.kernels import native
 from outsize.kernels.norm import upcast
+from outsize.torch_private import enter
 
 
 def turn(x_THK: Tensor, cos_TP: Tensor, sin_TP: Tensor, interleaved: bool) -> Tensor:
@@ -23,7 +24,7 @@ def turn(x_THK: Tensor, cos_TP: Tensor, sin_TP: Tensor, interleaved: bool) -> Te
     """
     if not torch.is_grad_enabled():
         return _turned(x_THK, cos_TP, sin_TP, interleaved, 1.0)
-    y: Tensor = _Turn.apply(x_THK, cos_TP, sin_TP, interleaved)  # type: ignore[no-untyped-call]
+    y: Tensor = enter(_Turn, x_THK, cos_TP, sin_TP, interleaved)
     return y
 
 
@@ -43,7 +44,8 @@ class _Turn(torch.autograd.Function):
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: float) -> Tensor:
     y: Tensor
     if _fused(x, cos, sin):
-        y = torch.ops.outsize.turn.default(x, cos, sin, interleaved, sign)
+        made = _run if native.bare(x) else torch.ops.outsize.turn.default
+        y = made(x, cos, sin, interleaved, sign)
     else:
         y = plain(x, cos, sin, interleaved, sign)
     return y

@@ -234,6 +234,23 @@ def test_passes_together_give_the_numbers_of_their_twins(monkeypatch):
     assert not all(torch.equal(a, b) for a, b in zip(fused, plain, strict=True))  # both ways ran
 
 
+def test_passes_are_operators_for_who_sees_operators():
+    x = torch.randn(4, 8)
+    assert native.bare(x) and not native.bare(x.to("meta"))
+    alone = gate.gated(x, x, gate.SILU)
+    with torch.profiler.profile() as watching:
+        profiled = gate.gated(x, x, gate.SILU)
+    assert "outsize::gate" in {one.name for one in watching.events()}
+    with Ledger() as ledger:
+        counted = gate.gated(x, x, gate.SILU)
+    assert ledger.peak == x.nbytes
+    assert torch.equal(profiled, alone) and torch.equal(counted, alone)
+    with FakeTensorMode():
+        assert not native.bare(torch.empty(2))
+    x = FakeTensorMode().from_tensor(x)
+    assert not native.bare(x) and type(gate.gated(x, x, gate.SILU)) is type(x)
+
+
 def test_twins_serve_what_the_passes_do_not():
     x = torch.randn(4, 6)
     assert native.fits(x)
