@@ -86,7 +86,7 @@ def test_the_answers_are_those_of_one_worker_to_the_last(directory: Path, tmp_pa
 def test_a_worker_that_dies_is_told_of_to_who_waits(directory: Path, tmp_path: Path) -> None:
     """The answer that is under way ends in an error, and the server in a line that names it."""
     with serving(tmp_path, directory, "--workers", 2) as server:
-        answer = server.ask(prompt="a", max_tokens=30_000, stream=True)
+        answer = server.ask(prompt="a", max_tokens=30_000, stream=True, logit_bias={"97": 100})
         assert answer.readline().startswith(b'data: {"id"')
         os.kill(server.workers()[0], signal.SIGKILL)
         *_, last, _ = answer.read().decode().split("\n\n")
