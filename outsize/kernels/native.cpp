@@ -97,6 +97,19 @@ void rms_norm(const T* x, const float* __restrict__ scale, float eps, T* y, floa
     });
 }
 
+// A row is a function of its own: what a lambda has captured may, to the compiler, lie anywhere.
+template <class T>
+inline void norm_row_backward(const T* __restrict__ g, const T* __restrict__ from,
+                              const float* __restrict__ scale, float factor, T* __restrict__ to,
+                              int64_t size) {
+    float dot = 0;
+#pragma omp simd reduction(+ : dot)
+    for (int64_t d = 0; d < size; ++d) dot += wide(g[d]) * scale[d] * (wide(from[d]) * factor);
+    const float along = dot / float(size);
+    for (int64_t d = 0; d < size; ++d)
+        to[d] = narrow<T>((wide(g[d]) * scale[d] - wide(from[d]) * factor * along) * factor);
+}
+
 // gx and gweight may be null. gweight: (threads, size), a row of zeros or sums for each part.
 template <class T>
 void rms_norm_backward(const T* gy, const T* x, const float* __restrict__ scale,
@@ -118,17 +131,21 @@ void rms_norm_backward(const T* gy, const T* x, const float* __restrict__ scale,
                         block[d] = 0;
                     }
             }
-            if (!gx) continue;
-            float dot = 0;
-#pragma omp simd reduction(+ : dot)
-            for (int64_t d = 0; d < size; ++d)
-                dot += wide(g[d]) * scale[d] * (wide(from[d]) * factor);
-            const float along = dot / float(size);
-            T* __restrict__ to = gx + row * size;
-            for (int64_t d = 0; d < size; ++d)
-                to[d] = narrow<T>((wide(g[d]) * scale[d] - wide(from[d]) * factor * along) * factor);
+            if (gx) norm_row_backward(g, from, scale, factor, gx + row * size, size);
         }
     });
+}
+
+// Pairs p and p + P of a head. A P that the compiler knows (else 0) makes whole vectors of small heads.
+template <class T, int64_t P>
+inline void turn_halves(const T* __restrict__ from, T* __restrict__ to, const float* __restrict__ c,
+                        const float* __restrict__ s, int64_t pairs, float sign) {
+    const int64_t count = P ? P : pairs;
+    for (int64_t p = 0; p < count; ++p) {
+        const float a = wide(from[p]), b = wide(from[p + count]), turn = s[p] * sign;
+        to[p] = narrow<T>(a * c[p] - b * turn);
+        to[p + count] = narrow<T>(b * c[p] + a * turn);
+    }
 }
 
 template <class T>
@@ -136,6 +153,11 @@ void rope(const T* x, const int64_t* strides, const float* cos, const float* sin
           T* y, const int64_t* shape, int64_t pairs, bool interleaved, float sign, int threads) {
     const int64_t tokens = shape[0], heads = shape[1], size = shape[2];
     const int64_t by_token = strides[0], by_head = strides[1];
+    const auto halves = pairs == 8    ? turn_halves<T, 8>
+                        : pairs == 16 ? turn_halves<T, 16>
+                        : pairs == 32 ? turn_halves<T, 32>
+                        : pairs == 64 ? turn_halves<T, 64>
+                                      : turn_halves<T, 0>;
     in_parts(tokens, heads * size, threads, 1, [=](int64_t, int64_t first, int64_t last) {
         for (int64_t token = first; token < last; ++token) {
             const float* __restrict__ c = cos + token * table;
@@ -150,11 +172,7 @@ void rope(const T* x, const int64_t* strides, const float* cos, const float* sin
                         to[2 * p + 1] = narrow<T>(b * c[p] + a * turn);
                     }
                 } else {
-                    for (int64_t p = 0; p < pairs; ++p) {
-                        const float a = wide(from[p]), b = wide(from[p + pairs]), turn = s[p] * sign;
-                        to[p] = narrow<T>(a * c[p] - b * turn);
-                        to[p + pairs] = narrow<T>(b * c[p] + a * turn);
-                    }
+                    halves(from, to, c, s, pairs, sign);
                 }
                 for (int64_t k = 2 * pairs; k < size; ++k) to[k] = from[k];
             }
