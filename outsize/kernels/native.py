@@ -3,8 +3,9 @@
 An element-wise pass composed of PyTorch's operators crosses memory once an operator, and in
 bfloat16 once more for every cast. native.cpp crosses it once; attention.cpp is attention. Each of
 their functions is an operator of the dispatcher, `torch.ops.outsize.*`, so that ledgers and fake
-tensors see its outputs as they see those of any operator; each has a plain twin, which runs
-wherever `fits` says no: in other dtypes, for tensors that are not contiguous, without a compiler.
+tensors see its outputs as they see those of any operator; where nobody looks (`bare`), those of a
+decoder's step are called at once. Each has a plain twin, which runs wherever `fits` says no: in
+other dtypes, for tensors that are not contiguous, without a compiler.
 On devices that Triton compiles for some operators have a kernel there too (native_kernels.py); who
 asks whether one fits names the operator then, and on all other devices the twins run.
 """
