@@ -124,6 +124,15 @@ def read(kind: Any, value: Any, source: str, path: str = "") -> Any:
     return found
 
 
+def listed(kind: Any, value: Any) -> Any:
+    """The value, or the list of it alone where it is a text and only lists of texts are expected:
+    what people say who know of one."""
+    args = typing.get_args(kind) if typing.get_origin(kind) is not tuple else (kind,)
+    return (
+        [value] if isinstance(value, str) and tuple[str, ...] in args and str not in args else value
+    )
+
+
 def plain(value: Any, defaults: bool = True) -> Any:
     """A value as YAML and JSON can say it, without tuples and classes; `read` gives back an equal
     one. defaults: fields at their default are said too."""

@@ -65,6 +65,15 @@ class Appends(Adapter, Protocol):
 
 
 @runtime_checkable
+class Gathers(Adapter, Protocol):
+    """An adapter that looks at all tokens of a document at once."""
+
+    @property
+    def whole_documents(self) -> bool:
+        """Whether it does so by its settings."""
+
+
+@runtime_checkable
 class Changes(Adapter, Protocol):
     """An adapter that changes Linears alone, whosever they are."""
 

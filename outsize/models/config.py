@@ -208,6 +208,14 @@ class DecoderConfig:
 
         return virtual(self.adapter)
 
+    @property
+    def whole_documents(self) -> bool:
+        """Whether a block needs all tokens of a document at once, since its adapter does."""
+        from outsize.models.adapter import Gathers
+
+        adapter = self.adapter
+        return self.sided or (isinstance(adapter, Gathers) and adapter.whole_documents)
+
     def unwired(self) -> DecoderConfig:
         """The plain model of the same branches."""
         return replace(self, wiring=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from outsize.models.linear import by_codes, dense, linears
 from outsize.models.names import module_in_files, stored_module
 
 ALL = "all-linear"
-TARGETS = "all-linear; or parts of blocks: attention, mlp; or weights: q, mlp.up, mlp.*"
+TARGETS = "all-linear; or parts of blocks: attention, mlp; or weights: q, mlp.up, mlp.*, q_proj"
 _FILE = "adapter_config.json"
 _SHOWN = 16  # names of layers in a message
 # What peft may say of every method that changes what is computed, and is not read here.
@@ -51,11 +52,11 @@ class OnLinears:
 def attach(model: nn.Module, parts: Iterable[Part]) -> None:
     """Freeze a decoder and give its Linears what an adapter puts beside them. OutsizeError as of
     `chosen`, and for a model whose weights are multiplied otherwise."""
+    assert isinstance(model, Decoder)
     every = dict(linears(model))
-    found = list(chosen(parts, every, inside))
+    found = list(chosen([_in_own_names(model.config, one, every) for one in parts], every, inside))
     for key, name, _ in found:
         if every[name].product not in (dense, by_codes) or every[name].beside is not None:
-            assert isinstance(model, Decoder)
             own = model.config.weights
             raise OutsizeError(
                 f"{key}: the model has {model.config.rewired if own is None else own.key}, whose"
@@ -65,6 +66,18 @@ def attach(model: nn.Module, parts: Iterable[Part]) -> None:
     freeze(model)
     for _, name, beside in found:
         every[name].beside = beside
+
+
+def _in_own_names(config: DecoderConfig, part: Part, every: Iterable[str]) -> Part:
+    """The same, where a target is what files of the model call a Linear, as q_proj."""
+    stored = [(inside(name), module_in_files(config, f"{name}.weight")[0]) for name in every]
+
+    def names(target: str) -> tuple[str, ...]:
+        if any(_matches(own, target) for own, _ in stored):
+            return (target,)
+        return tuple({own: None for own, full in stored if named(full, [target])}) or (target,)
+
+    return replace(part, targets=tuple(own for one in part.targets for own in names(one)))
 
 
 def freeze(model: nn.Module) -> None:

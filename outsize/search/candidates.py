@@ -58,10 +58,11 @@ def candidates(request: PlanRequest, segments: int) -> Iterator[Plan]:
     if not request.tiled:
         yield from _in_chunks(request, tight)
         return
-    some, tight = _tighter(request, tight)
+    some, tight = (tight, tight) if request.whole else _tighter(request, tight)
     if some != tight:
         yield replace(some, loss_chunk=_loss_chunk(request, 128))
-    even = any(axis.parts for axis in request.mesh.axes)  # workers call each layer equally often
+    # Workers call each layer equally often.
+    even = request.whole or any(axis.parts for axis in request.mesh.axes)
     for tokens in (128, 32):
         # Less than a part of what runs at once saves next to nothing, and every tile is rehearsed.
         tile = 0 if even else max(tokens, tight.block_tokens // TILES)

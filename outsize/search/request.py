@@ -55,10 +55,11 @@ class PlanRequest(Extended):
     mesh, shards, sequence_parallel: the workers, as a plan has them. pipeline: its schedule, with
     its cuts where it is a plan's own; None: one with a stage for each worker. filling: how the
     model's first values come. techniques, rates: as Recipe has them. tiled: whether a block's
-    tokens can be computed in parts, as those of somebody's own module cannot. tokens: of a row of
-    such a module, if it was seen to run in chunks of them, else 0. few: microbatches are as said,
-    even if there are more workers. settings: those of plans that are fixed. apart: the device has
-    memory of its own, to which microbatches are copied. kind: of device, whose operators are
+    tokens can be computed in parts, as those of somebody's own module cannot; whole: whether
+    documents stay whole where nobody has said otherwise, as some adapters need them. tokens: of a
+    row of such a module, if it was seen to run in chunks of them, else 0. few: microbatches are as
+    said, even if there are more workers. settings: those of plans that are fixed. apart: the device
+    has memory of its own, to which microbatches are copied. kind: of device, whose operators are
     rehearsed; grain: bytes of which it gives whole multiples. at_once, logits: tokens of a
     microbatch, and those whose logits exist at once, that a search begins with.
     """
@@ -89,6 +90,7 @@ class PlanRequest(Extended):
     techniques: Mapping[str, Any] = field(default_factory=dict)
     rates: Mapping[str, float] = field(default_factory=dict)
     tiled: bool = True
+    whole: bool = False
     tokens: int = 0
     few: bool = False
     apart: bool = False

@@ -28,7 +28,7 @@ from outsize.train.config import (
     technique_leaves,
 )
 from outsize.train.other_trainers import here
-from outsize.typed import dump_yaml, load_yaml, place, read, unknown
+from outsize.typed import dump_yaml, listed, load_yaml, place, read, unknown
 
 RUN = "run.yaml"  # in the directory of a run: all of its values
 SET = "--set"
@@ -198,7 +198,8 @@ def apply_values(resolved: Resolved, found: Any, source: str) -> Resolved:
         raise OutsizeError(f"{source}: {found!r}; expected a mapping of {', '.join(sections)}")
     for name, value in _flatten(found, source):
         _check_switch(name, value, source)
-        read_value = read(_leaf(name).kind, value, source, name)
+        kind = _leaf(name).kind
+        read_value = read(kind, listed(kind, value), source, name)
         resolved = resolved.with_value(name, read_value, source)
     return resolved
 
@@ -237,7 +238,7 @@ def apply_set(resolved: Resolved, text: str) -> Resolved:
     name = full_name(name, value)
     kind = _leaf(name).kind
     try:
-        read_value = read(kind, value, SET, name)
+        read_value = read(kind, listed(kind, value), SET, name)
     except OutsizeError:
         try:  # a text that looks like something else: output=2024
             read_value = read(kind, raw, SET, name)

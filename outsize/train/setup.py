@@ -123,7 +123,7 @@ def set_up(
     kind = accelerator.there() if device.apart else ""
     request = replace(
         request_of(resolved, specs), filling=filling, apart=device.apart, kind=kind or "cpu",
-        grain=device.grain,
+        grain=device.grain, whole=model.config.whole_documents,
     )  # fmt: skip
     check_memory(hardware, request.budget, specs)
     check_pipeline(request, len(model.config.layers) + 2)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from outsize.data import Batch, TrainStream
+from outsize.data import IGNORE, Batch, TrainStream
 from outsize.hardware.host import cores, keep_freed, memory, own_mappings
 from outsize.launch import WorkerGroup
 from outsize.models.config import DecoderConfig
@@ -295,6 +295,8 @@ def _rows_of(plan: Plan, config: DecoderConfig) -> Callable[[int], Batch]:
 
     def rows(count: int) -> Batch:
         ids = torch.arange(count * plan.sequence).reshape(count, plan.sequence) % config.vocab
-        return Batch(ids, ids, ((0, plan.sequence),) * count)
+        targets = ids.clone()
+        targets[:, : config.virtual] = IGNORE
+        return Batch(ids, targets, ((0, plan.sequence),) * count)
 
     return rows

@@ -63,11 +63,22 @@ ZOO = {
     "cat, same dim": (lambda a, b: torch.cat((a, b)), [(4, 6), (2, 6)], 3),
     "stack": (lambda a, b: torch.stack((a, b), 1), [(4, 6), (4, 6)], 3),
     "index": (lambda x: x[torch.tensor([1, 1, 0], device=x.device)], [(4, 6)], 2),
+    "scatter": (lambda x, y: _scattered(x, y), [(4, 6), (4, 2)], 1),
+    "gather": (lambda x: x.unflatten(1, (-1, 3)).gather(2, _least(x)), [(4, 6)], 2),
     "attention": (F.scaled_dot_product_attention, [(2, 4, 3, 5)] * 3, 2),
     "written": (lambda x: _written(x), [(4, 6)], 1),
     "cross_entropy": (lambda x: F.cross_entropy(x, _rows(x), reduction="sum"), [(4, 6)], 0),
     "expanded": (lambda x, y: x[:, None].expand(-1, y.shape[1], -1) + y, [(4, 6), (4, 2, 6)], 2),
 }  # fmt: skip
+
+
+def _least(x):
+    return x.detach().unflatten(1, (-1, 3)).argmin(2, keepdim=True)
+
+
+def _scattered(x, y):
+    zeros = y.new_zeros((*y.shape, 3))
+    return x + zeros.scatter_(2, _least(x), y.unsqueeze(2)).flatten(1)
 
 
 def _rows(x):

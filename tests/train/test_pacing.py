@@ -96,13 +96,18 @@ def test_copies_of_a_pipeline_are_timed_too(runs):
 
 
 @pytest.mark.parametrize(
-    "more", [{"mesh": "tensor=2"}, {"mesh": "pipeline=2", "weights": "int4:16"}]
+    "more",
+    [
+        {"mesh": "tensor=2", "adapt__loha__rank": 2},
+        {"mesh": "pipeline=2", "adapt__loha__rank": 2, "weights": "int4:16"},
+        {"mesh": "pipeline=2", "adapt__prompt__tokens": 3},
+    ],
 )
 def test_all_workers_time_the_model_that_is_trained(runs, more):
-    """Of a directory too: with its adapter and its codes."""
+    """Of a directory too: with its adapter, virtual tokens and codes."""
     base = runs.home / "base"
     outsize.save(build(parse({**SHAPES.get("tiny")}), seed=2), base)
-    changes = {"model__name": base, "adapt__loha__rank": 2, "threads": 1}
+    changes = {"model__name": base, "threads": 1}
     setup = set_up(resolve(None, runs.sets(**changes, **more)))
     told = timing.Subject(*timing._subject(setup, setup.plan))
     assert told.resolved()[2] == setup.subject.config

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from outsize.parallel.check.refusal import Call, Refusal
+from outsize.parallel.check.refusal import Call, Refusal, common
 from outsize.parallel.check.shapes import POINTWISE
 from outsize.parallel.check.views import VIEWS
 from outsize.parallel.layouts import PARTIAL, REPLICATED, Layout, Sharded
@@ -252,6 +252,15 @@ def _by_rows(call: Call) -> Layout:
     return Sharded(0)
 
 
+def _by_index(call: Call) -> Layout:
+    """scatter, gather: numbers of rows along one dim, which all of a worker's tensors have."""
+    dim = call.numbers[0] % len(call.shapes[0])
+    layout = common(call.layouts, "scattered or gathered")
+    if isinstance(layout, Sharded) and layout.dim == dim:
+        raise _local(call, dim)
+    return layout
+
+
 def _same(call: Call) -> Layout:
     return call.layouts[0]
 
@@ -288,6 +297,8 @@ RULES: Mapping[str, Callable[[Call], Layout | list[Layout]]] = {
     "matmul": _matmul,
     "bmm": _matmul,
     "embedding": _embedding,
+    "scatter": _by_index,
+    "gather": _by_index,
     "layer_norm": _norm,
     "rms_norm": _norm,
     "scaled_dot_product_attention": _attention,

@@ -70,6 +70,11 @@ class MixLora:
     def scale(self) -> float:
         return self.alpha / self.rank
 
+    @property
+    def whole_documents(self) -> bool:
+        """The loss that balances experts is summed over them."""
+        return self.balance > 0
+
     def attach(self, model: nn.Module) -> None:
         assert isinstance(model, Decoder), "attached to one"
         if self.chosen > self.experts:

@@ -291,6 +291,13 @@ def test_somebodys_own_loop_trains_saves_and_goes_on(tmp_path):
         outsize.adapt(model, {"lora": {"rnk": 4}})
 
 
+@pytest.mark.parametrize("said", ["q", "q_proj", ["self_attn.q_proj"], ["attention.q"]])
+def test_one_target_needs_no_list_and_may_have_its_name_in_files(said):
+    model = outsize.adapt(build(config_of("llama"), seed=1), "lora", rank=2, targets=said)
+    trained = {n.split(".", 2)[2] for n, p in model.named_parameters() if p.requires_grad}
+    assert trained == {f"attention.q.beside.{part}.weight" for part in "ab"}
+
+
 REFUSED = {
     "no such part": (Lora(targets=("nose",)), {}, "'nose' names no linear layer of this model"),
     "kraken": (Lora(4), {"kraken_ways": 2}, "kraken_ways"),

@@ -25,9 +25,14 @@ from outsize.errors import OutsizeError
 from outsize.models.build import build, materialise, segments
 from outsize.models.linear import linears
 from outsize.optim import AdamW
+from outsize.plan import Precision
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Recipe
+from outsize.search.candidates import candidates
+from outsize.search.request import PlanRequest
+from outsize.techniques.adapt.lora import Lora
 from outsize.techniques.adapt.mixlora import Expert, MixLora
+from outsize.techniques.adapt.unipt import UniPT
 
 EXPERTS, CHOSEN, RANK, ALPHA, BALANCE = 4, 2, 3, 5.0, 0.5
 ADAPTER = MixLora(EXPERTS, CHOSEN, RANK, ALPHA, BALANCE)
@@ -146,6 +151,18 @@ def test_rows_that_the_device_alone_counts_go_the_same_ways():
         found.append([y, *torch.autograd.grad((y * y).sum(), [x, *learnt])])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "whole"),
+    [(ADAPTER, True), (replace(ADAPTER, balance=0.0), False), (UniPT(4), True), (Lora(2), False)],
+)
+def test_a_search_leaves_documents_whole_where_an_adapter_needs_them(adapter, whole):
+    config = replace(config_of("llama"), adapter=adapter)
+    request = PlanRequest(8, 256, Precision.named("float32"), AdamW(), whole=config.whole_documents)
+    plans = list(candidates(request, len(config.layers) + 2))
+    parts = [plan.mlp_tile or plan.settings.get("sequence_chunk") for plan in plans]
+    assert any(parts) is not whole
 
 
 def test_what_is_refused():

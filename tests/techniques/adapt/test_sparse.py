@@ -19,6 +19,8 @@ from outsize.errors import OutsizeError
 from outsize.models.build import build, coded_draw
 from outsize.models.coding import coded, format_of
 from outsize.optim import AdamW
+from outsize.parallel.check.decoder import Spread, check_decoder
+from outsize.parallel.tensor.declared import boundaries
 from outsize.parallel.tensor.units import cuts_of
 from outsize.plan import Pipelined
 from outsize.techniques.adapt.sparse_masks import Sparse
@@ -102,6 +104,16 @@ def test_a_plan_trains_as_plain_pytorch(plan, codes):
     assert found.holds, found
     names = {row.name for row in found.exact.rows}
     assert names and all(name.endswith(".beside.change") for name in names)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_the_checker_knows_how_parts_of_a_mask_lie(parallel):
+    config = replace(config_of("llama"), adapter=Sparse(4))
+    cuts = cuts_of(build(config), 2, 0, parallel)
+    assert not check_decoder(config, 2, Spread(cuts, boundaries(parallel)))
+    cut = "blocks.0.mlp.down.beside.change"
+    lost = replace(cuts[cut], dim=None, spans=(), shared=2, partial=True)
+    assert check_decoder(config, 2, Spread({**cuts, cut: lost}, boundaries(parallel)))
 
 
 def test_groups_that_do_not_fit_are_refused():
