@@ -68,7 +68,14 @@ class Template:
         self, where: str, messages: Sequence[Message], tools: Sequence[Any] | None, prompt: bool
     ) -> tuple[str, list[Span]]:
         """Messages written out, and what of it is marked. where: the chat's place, for errors;
-        prompt: with what asks for an answer behind it. OutsizeError for a template that fails."""
+        prompt: with what asks for an answer behind it. OutsizeError for a template that fails, and
+        for one that would leave calls of tools out."""
+        if any(one.get("tool_calls") for one in messages) and "tool_calls" not in self.text:
+            raise OutsizeError(
+                f"{where}: the assistant calls a tool, and the chat template of {self.name} writes"
+                " no calls; set data.chat.template to one that does, as chatml, or leave that"
+                " chat out"
+            )
         values = {
             **self.special, "messages": list(messages), "tools": tools, "documents": None,
             "add_generation_prompt": prompt,

@@ -22,6 +22,7 @@ from outsize.data import Given, open_tokenizer
 from outsize.data.files import find_files
 from outsize.data.sources import ReadLog
 from outsize.data.template import template_of
+from outsize.errors import OutsizeError
 from outsize.techniques.data.chat import Chat, ChatSource
 
 HERE = Path(chats.__file__).parent / "templates"
@@ -229,3 +230,25 @@ def test_targets_are_those_of_a_second_implementation(tmp_path, directory, name)
         assert sorted(mine) == sorted(wanted), where
     own = name == "qwen3" or name == "mistral"
     assert bool(log.apart) == own and not log.unended
+
+
+def test_chatml_writes_calls_as_qwen_does_and_what_writes_none_refuses_them():
+    call = {"name": "weather", "arguments": {"city": "Rome", "days": [1, 2]}}
+    said = {"role": "assistant", "content": None, "tool_calls": [{"function": call}]}
+    messages = [
+        {"role": "system", "content": "be brief"}, {"role": "user", "content": "sun?"},
+        said, *({"role": "tool", "content": one} for one in ("yes", "no")),
+        {**said, "content": "and"}, {"role": "assistant", "content": "It is."},
+    ]  # fmt: skip
+    of = functools.partial(template_of, None, open_tokenizer("bytes"))
+    qwen = of(str(HERE / "qwen2.5.jinja"))
+    for count in range(1, len(messages) + 1):
+        here = ("here", messages[:count], None, True)
+        assert of("chatml").render(*here) == qwen.render(*here)
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    text, _ = of("chatml").render("here", messages, tools, False)
+    theirs, _ = qwen.render("here", messages, tools, False)
+    assert theirs[theirs.index("<tools>\n") : theirs.index("</tools>")] in text
+    assert text.partition("<|im_end|>")[2] == theirs.partition("<|im_end|>")[2]
+    with pytest.raises(OutsizeError, match="here: the assistant calls a tool, and .* gemma writes"):
+        of("gemma").render("here", messages, None, False)
