@@ -238,7 +238,8 @@ def check_mergeable(model: Decoder) -> None:
     if not mergeable(model):
         raise OutsizeError(
             "merge: the adapter computes what no weight of the model can take up; keep it beside"
-            " the model, where outsize generate, eval and load use it as it is"
+            " the model: give its own directory to outsize generate, chat, eval or load, instead of"
+            " the base's"
         )
 
 

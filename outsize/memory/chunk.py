@@ -183,7 +183,8 @@ def tables(
         for kind in sorted(set(kinds.values())):
             mine = [(n, p) for n, p in fresh if kinds[n] == kind]
             frozen, large, other, copies, codes = kind
-            slots, grain = _slots(mine, group_of, cuts), grains[not other]
+            slots = _slots(mine, group_of, cuts)
+            grain = 1 if frozen else grains[not other]  # what nobody updates may be cut anywhere
             table = ChunkTable(index, not frozen, slots, large, not other, copies, grain, codes)
             made.append(table)
     return tuple(made)

@@ -152,7 +152,11 @@ def retimed(made: Forecast, chosen: Sample, times: Times) -> Forecast:
         if action.kind is Kind.NORM:
             return times[lane, label, WHOLE] * made.parameters
         stage = made.plan.stages[action.stage]
-        whole = sum(times[lane, label, chosen.stands[i]] for i in range(stage.first, stage.last))
+        names = [(lane, label, chosen.stands[i]) for i in range(stage.first, stage.last)]
+        if action.kind is Kind.UPDATE and not times.keys() >= set(names):
+            # States of its like rest elsewhere, so that these are updated on the other lane.
+            return known[lane, label, action.stage, action.part]
+        whole = sum(times[name] for name in names)
         if action.part == WHOLE:
             return whole
         return whole / len(made.placements[0].items.pieces[action.stage])

@@ -10,7 +10,7 @@ from torch import nn
 
 from outsize.memory import Ledger, tables
 from outsize.memory.chunk import Dtypes
-from outsize.optim.declared import StateSpec
+from outsize.optim.declared import WHOLE, StateSpec
 from outsize.plan import Plan
 from outsize.plan.plan import per_segment
 from outsize.runtime.storage.weight_pool import WeightPool
@@ -128,6 +128,13 @@ def test_bytes_follow_from_the_shapes_alone():
         "parameters": 2 * (trained + frozen), "gradients": 4 * trained, "master": 4 * trained,
         "optimizer": 8 * trained,
     }  # fmt: skip
+
+
+def test_frozen_weights_may_be_cut_where_an_optimizer_updates_whole_ones():
+    """Else one worker of the data axis has all of a frozen matrix, and the others none."""
+    _, segments, group_of = parameters()
+    layout = tables(segments, group_of, grains=(WHOLE, WHOLE))
+    assert {table.trainable: table.grain for table in layout} == {True: WHOLE, False: 1}
 
 
 def test_frozen_chunks_have_nothing_but_parameters():

@@ -20,8 +20,9 @@ from outsize.data import Batch
 from outsize.errors import OutsizeError
 from outsize.hardware import Rate, catalogue
 from outsize.hardware.hardware import Tier
+from outsize.memory.tiers import TierSpec
 from outsize.optim import AdamW
-from outsize.plan import Plan, Precision, Rest, Stage
+from outsize.plan import Plan, Precision, Rest, Stage, Stream
 from outsize.runtime.recipe import Recipe
 from outsize.schedule.pipelines import Shape, make
 from outsize.schedule.place import looped, one_way, two_way
@@ -167,12 +168,14 @@ def test_negative_costs_are_refused(wrong):
 CONFIG = config_of("llama")
 
 
-def forecast_of(stages):
-    request = PlanRequest(4, 32, Precision.named("float32"), AdamW(), None)
-    plan = Plan(5, stages, rows=4, microbatch_rows=2, sequence=32)
+def forecast_of(stages, host=0):
+    tiers = (TierSpec("host", "memory", (), 1 << 30), TierSpec("disk", "disk", (), 1 << 30))
+    request = PlanRequest(4, 32, Precision.named("float32"), AdamW(), None, tiers=tiers)
+    plan = Plan(5, stages, rows=4, microbatch_rows=2, sequence=32, stream=Stream(host=host))
     rate = Rate(1e9, "B/s", "declared", "2026-11-23")
     machine = catalogue("H200")
-    machine = replace(machine, tiers=(*machine.tiers, Tier("disk", 1 << 30, rate, rate)))
+    below = (Tier(name, 1 << 30, rate, rate) for name in ("host", "disk"))
+    machine = replace(machine, tiers=(*machine.tiers, *below))
     return predict(CONFIG, request, plan, machine)
 
 
@@ -230,6 +233,23 @@ def test_blocks_of_states_that_stream_are_timed_too():
     assert took(own, "UPDATE") != pytest.approx(took(made, "UPDATE"))
     tight = replace(made, plan=replace(made.plan, budget=1 << 12))
     assert timed(tight) is tight, "no block fits the budget"
+
+
+def test_a_block_that_rests_elsewhere_than_its_like_is_updated_as_rates_say():
+    """The first of its sort rests in memory, where its update is made; another partly on a disk."""
+    below = {name: Rest(name, "host", "host") for name in ("host", "disk")}
+    rests = [below[name] for name in ("host", "host", "disk", "disk", "disk")]
+    stages = tuple(Stage(i, i + 1, rest=rest) for i, rest in enumerate(rests))
+    made = forecast_of(stages, host=2)
+    own = timed(made)
+    lanes = {e.stage: e.lane for e in made.trace.events if e.kind == "UPDATE"}
+    assert (lanes[1], lanes[2]) == ("host", "compute")
+
+    def took(forecast, stage):
+        (event,) = [e for e in forecast.trace.events if (e.kind, e.stage) == ("UPDATE", stage)]
+        return event.end - event.start
+
+    assert took(own, 2) == pytest.approx(took(made, 2)) and took(own, 1) > 0
 
 
 class Taking(nn.Linear):
