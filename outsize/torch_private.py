@@ -70,6 +70,7 @@ flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.defau
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 safe_softmax = torch.ops.aten._safe_softmax.default
 grouped_product = torch.ops.aten._grouped_mm.default
+device_asked = torch.ops.prim.device.default  # as tensors that have no memory say where they lie
 disabled_torch_function = torch._C._disabled_torch_function_impl
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
@@ -119,6 +120,15 @@ def rehearsing() -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(torch.empty(0), FakeTensor)
+
+
+def fake_device(tensor: Tensor) -> torch.device | None:
+    """Where a tensor seems to lie that has no memory; None where its mode is to be asked."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if type(tensor) is not FakeTensor or tensor.fake_mode.in_kernel_invocation:
+        return None
+    return tensor.fake_device
 
 
 def watched() -> bool:

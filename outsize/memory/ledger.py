@@ -22,7 +22,15 @@ from torch import Tensor
 
 from outsize.errors import OutsizeError, counted
 from outsize.memory.sizes import format_bytes
-from outsize.torch_private import DispatchMode, cdata, safe_softmax, storage_key, tree_leaves
+from outsize.torch_private import (
+    DispatchMode,
+    cdata,
+    device_asked,
+    fake_device,
+    safe_softmax,
+    storage_key,
+    tree_leaves,
+)
 
 KINDS = (
     "parameters", "gradients", "master", "optimizer", "window", "activations", "workspace", "data"
@@ -54,6 +62,8 @@ class _Dispatch(DispatchMode):
         self.ledger = ledger
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is device_asked and (device := fake_device(args[0])) is not None:
+            return device
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
             self.ledger.see(result)

@@ -17,13 +17,13 @@ from outsize.torch_private import (
     FakeTensor,
     FakeTensorConverter,
     FakeTensorMode,
+    device_asked,
     disable_current_modes,
     grouped_product,
     leave_compiler_out,
     storage_key,
 )
 
-_DEVICE = torch.ops.prim.device.default
 _LIFT = torch.ops.aten.lift_fresh.default  # what torch.tensor has made, of which nobody else knows
 _OURS = ("aten", "outsize")
 _ASKED = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
@@ -86,7 +86,7 @@ class FakeMode(FakeTensorMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and not self.in_kernel_invocation:
+        if func is device_asked and not self.in_kernel_invocation:
             return args[0].fake_device
         if func is _LIFT and _plain(args[0]) and not self.may_turn_const(args[0]):
             return _alike(self, args[0], None)

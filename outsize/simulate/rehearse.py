@@ -7,7 +7,7 @@ needs while it runs, and its work; the whole step is then composed from these by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -34,6 +34,7 @@ def rehearse(
     batch_of: Callable[[int], object],
     splits: tuple[bool, ...] | None = None,
     ledger_of: Callable[[], Ledger] = Ledger,
+    kinds: Container[Kind] | None = None,
 ) -> Costs:
     """Costs of a plan's actions.
 
@@ -41,7 +42,8 @@ def rehearse(
     called for all that a worker has of a step: they are there throughout, though one microbatch of
     them is played.
     splits: `splits_of` the plan for which this one stands. ledger_of: what counts, as the device
-    does that the job is made for.
+    does that the job is made for. kinds: of the actions that are asked for, where these are not
+    all of a step's and an evaluation's.
     """
     from outsize.simulate.fake import FakeMode
 
@@ -54,15 +56,16 @@ def rehearse(
         for split in splits or (one.split_backward,):
             alone = replace(one, split_backward=split)
             ledger = ledger_of()
-            job, data = _rehearsed(alone, own, job_of, batch_of, line, whole, ledger)
-            if not whole.evaluated:
+            job, data = _rehearsed(alone, own, job_of, batch_of, line, whole, ledger, kinds)
+            if kinds is None and not whole.evaluated:
                 _evaluate(job, batch_of(rows), ledger, whole, line)
             job.close()
             names = tuple(name for name, _ in job.flow.segments)
             facts = facts_of(job)
             if left:
                 fewer = replace(alone, rows=left * one.mesh.rows, microbatch_rows=left)
-                _rehearsed(fewer, own, job_of, batch_of, line, short, ledger_of())[0].close()
+                counts = ledger_of()
+                _rehearsed(fewer, own, job_of, batch_of, line, short, counts, kinds)[0].close()
     return Costs(
         data, whole.actions, names, facts, short.actions, plan.microbatches - 1, whole.begun,
         short.begun, whole.earlier, whole.forward, whole.evaluated,
@@ -110,6 +113,7 @@ def _rehearsed(
     line: bool,
     played: _Played,
     ledger: Ledger,
+    kinds: Container[Kind] | None,
 ) -> tuple[Job, int]:
     """The job of a plan of one microbatch and the bytes of a batch of `rows` rows, counted by
     `ledger`; its costs go into `played`. line: for workers of a pipeline."""
@@ -123,7 +127,7 @@ def _rehearsed(
         played.actions |= _copied(job, program, ledger)
         if line:
             _begin(job, ledger, played)
-        _play(job, program, ledger, played, line)
+        _play(job, program, ledger, played, line, kinds)
     return job, data
 
 
@@ -254,13 +258,20 @@ def nowhere(plan: Plan) -> dict[str, Nowhere]:
     return {tier: Nowhere() for tier in every if tier != DEVICE}
 
 
-def _play(job: Job, program: Loaded, ledger: Ledger, played: _Played, line: bool) -> None:
+def _play(
+    job: Job,
+    program: Loaded,
+    ledger: Ledger,
+    played: _Played,
+    line: bool,
+    kinds: Container[Kind] | None,
+) -> None:
     """The actions one after the other; what moves, moves nothing."""
     schedule = program.schedule
     for step in program.steps:
         action = step.action
         # The bytes of a norm are nothing and its number does not exist; a copy was the first.
-        if action.kind in (Kind.NORM, Kind.COPY):
+        if action.kind in (Kind.NORM, Kind.COPY) or (kinds and action.kind not in kinds):
             continue
         passed, before = _passed(job), heard(job)
         loss = _loss_bytes(job) if line and action.kind.way == "back" else 0

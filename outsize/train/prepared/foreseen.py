@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
@@ -49,6 +50,7 @@ Blocks = Sequence[tuple[str, nn.Module]]
 WHOLE = "the code of a module sees whole sequences"
 # Axes that no module has whose code is not ours, and why.
 NEVER = {TOKENS: WHOLE, "sequence-parallel": WHOLE, EXPERTS: "its experts are parts of blocks"}
+PASSES = (Kind.FORWARD, Kind.LOSS, Kind.RECOMPUTE, Kind.BACKWARD)  # that are rehearsed
 WIDEST = 16  # workers of a tensor axis, at most
 MANY = 16  # rows of a microbatch up to which costs may be straight lines
 WORTH = 0.7  # of the blocks: where more than that are unlike each other, all are rehearsed
@@ -131,7 +133,7 @@ class Rehearsal:
             )
 
         with unpacked(self.given.batch):
-            return rehearse(plan, job, self.given.of)
+            return rehearse(plan, job, self.given.of, kinds=PASSES)
 
     def _whole(self, each: Sequence[T]) -> list[T]:
         """By segment of the whole module."""
@@ -251,9 +253,10 @@ def foreseen(model: nn.Module, given: Given, node: int, blocks: Blocks, precisio
         crossing = used.crossing(reach)
     except OutsizeError as error:
         reach, left["pipeline"] = None, str(error)
+    sizes = cache(partial(used.segments, reach))  # which hundreds of layouts ask
     module = Module(
-        type(model).__name__, len(blocks), used.played,
-        lambda tensor: used.segments(reach, tensor), used.uses(reach), crossing, left, given.note,
+        type(model).__name__, len(blocks), used.played, sizes, used.uses(reach), crossing,
+        left, given.note,
         digest_of((name, tuple(p.shape)) for name, p in model.named_parameters()),
     )  # fmt: skip
     return Shape(len(blocks), 1, widest, 1, module=module)
