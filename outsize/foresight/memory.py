@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from outsize.foresight import resting
 from outsize.foresight.layout import Layout, Resting, stored
-from outsize.foresight.module import Module
+from outsize.foresight.module import Module, most_live
 from outsize.foresight.shape import Shape
 from outsize.foresight.sources import KERNELS
 from outsize.foresight.step import held, layers_on
@@ -29,13 +29,15 @@ CHAIN = 10.0  # bytes more of a token and hidden unit: RMSNorm's chain keeps flo
 class Reserves:
     """What a process keeps beside tensors: bytes of libraries, with a driver's buffers, and of each
     communicator, and as a part of tensors what its allocator has and cannot use. source: of it.
-    doubt: the part of a device that a choice leaves free, for bytes that are foretold too low."""
+    doubt: the part of a device that a choice leaves free, for bytes that are foretold too low;
+    batches: whether all of a step's batch lies there, not the microbatches under way alone."""
 
     libraries: float
     communicator: float
     fragments: float
     source: str
     doubt: float = 0.0
+    batches: bool = False
 
 
 # The driver with the libraries' kernels, NCCL's buffers, PyTorch's caching allocator.
@@ -49,7 +51,7 @@ DRIVEN = Reserves(
 # more are mappings of their own, which go back as they are freed (outsize/hardware/host.py).
 HOSTED = Reserves(
     0.25 * GIB, 0.0, 0.0,
-    "outsize/foresight/memory.py: a process that has trained, resident, 2026-11-26",
+    "outsize/foresight/memory.py: a process that has trained, resident, 2026-11-26", batches=True,
 )  # fmt: skip
 
 
@@ -89,16 +91,18 @@ class Memory:
 
 
 def memory(shape: Shape, layout: Layout, kept: Reserves = DRIVEN) -> Memory:
-    """Of the fullest worker: that of the first stage, or of the last, whichever has more."""
+    """Of the fullest worker: that of the first stage, or of the last, whichever has more. A
+    module's blocks may be unlike, so that it is any of them."""
     p = layout.pipeline
-    made = (_stage(shape, layout, place) for place in ((0, p - 1) if p > 1 else (0,)))
+    places = range(p) if shape.module is not None else sorted({0, p - 1})
+    made = [_stage(shape, layout, place, kept) for place in places]
     return replace(max(made, key=lambda one: one.tensors), kept=kept)
 
 
 def workers(shape: Shape, layout: Layout, kept: Reserves = DRIVEN) -> dict[str, Memory]:
     """Of every distinct worker: those of a stage hold the same."""
     p = layout.pipeline
-    made = [replace(_stage(shape, layout, place), kept=kept) for place in range(p)]
+    made = [replace(_stage(shape, layout, place, kept), kept=kept) for place in range(p)]
     if p == 1:
         return {"every worker": made[0]}
     return {f"stage {place + 1} of {p}": one for place, one in enumerate(made)}
@@ -109,9 +113,9 @@ def fits(made: Memory, machines: Group) -> bool:
     return made.process <= machines.device.memory_bytes
 
 
-def _stage(shape: Shape, lay: Layout, place: int) -> Memory:
+def _stage(shape: Shape, lay: Layout, place: int, reserves: Reserves) -> Memory:
     if shape.module is not None:
-        return _of_module(shape, shape.module, lay, place)
+        return _of_module(shape, shape.module, lay, place, reserves)
     last = place == lay.pipeline - 1
     plain, experts = _parameters(shape, lay, place)
     live = _in_flight(lay, place)
@@ -131,18 +135,24 @@ def _axes(lay: Layout) -> int:
     return sum(size > 1 for size in sizes)
 
 
-def _of_module(shape: Shape, module: Module, lay: Layout, place: int) -> Memory:
+def _of_module(shape: Shape, module: Module, lay: Layout, place: int, reserves: Reserves) -> Memory:
     """As its rehearsal counts activations; those of the loss are among them."""
     trained, frozen = module.held(lay, place)
     states = _states(lay, trained, 0.0)
     states["weights"] += stored(lay) * frozen / lay.shards
     one, meanwhile = module.activations(lay, place)
-    kept = one * _in_flight(lay, place)
-    gathered, (block, outside) = 0.0, module.largest(lay)
+    live = _in_flight(lay, place)
+    kept = most_live(lay, place, one, live)
+    meanwhile += module.crossed(lay, place, live)
+    if reserves.batches:
+        meanwhile += int(module.batch(lay) * max(0.0, 1 - live / lay.microbatches))
+    gathered, (block, *outside) = 0, module.largest(lay)
     if lay.shards > 1:
         # Of two blocks at once, and of what the code around the blocks may read at any time.
-        gathered = (stored(lay) + lay.stack.gradients) * (resting.RESIDENT * block + outside)
-    made = Memory(states, kept + meanwhile, 0.0, gathered, _axes(lay))
+        whole = [block] * resting.RESIDENT + outside
+        sizes = float(stored(lay)), lay.stack.gradients
+        gathered = sum(resting.room(n * size) for n in whole for size in sizes)
+    made = Memory(states, kept + meanwhile, 0.0, float(gathered), _axes(lay))
     return made if lay.resting == Resting() else _rested(shape, lay, made, kept)
 
 
@@ -166,7 +176,8 @@ def _rested(shape: Shape, lay: Layout, whole: Memory, kept: float) -> Memory:
 def _largest(shape: Shape, lay: Layout) -> float:
     """Parameters of a layer or of the vocabulary, of which a stage has more."""
     if shape.module is not None:
-        return float(max(shape.module.largest(lay)))
+        block, *outside = shape.module.largest(lay)
+        return float(max(block, sum(outside)))
     plain, experts = held(shape, lay)
     vocab = shape.of_vocabulary / (lay.tensor if lay.stack.vocabulary_cut else 1)
     layers = plain - vocab * (1 if shape.tied else 2) + experts
@@ -228,7 +239,7 @@ def _in_flight(lay: Layout, place: int) -> float:
 def kept_by(shape: Shape, lay: Layout, layers: float) -> float:
     """Bytes that so many layers of a worker keep of a microbatch for their backward passes."""
     if shape.module is not None:
-        return float(shape.module.activations(lay, 0)[0])
+        return float(sum(shape.module.activations(lay, 0)[0]))
     again = min(lay.whole, layers)
     found = _per_layer(shape, lay, lay.recompute) * (layers - again)
     return found + (_per_layer(shape, lay, "full") * again if again else 0.0)

@@ -8,12 +8,14 @@ the last one the code behind them and the loss.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from outsize.errors import OutsizeError
-from outsize.foresight.layout import Layout
+from outsize.foresight.layout import Layout, stored
 from outsize.foresight.links import seconds
 from outsize.plan.spread import share
 
@@ -55,6 +57,7 @@ class Module:
     left: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
     digest: str = ""
+    tensors: int = 0
 
     # -- a worker ----------------------------------------------------------------------------------
 
@@ -80,31 +83,66 @@ class Module:
         """The same of the place with most of them."""
         return max((self.held(lay, place) for place in range(lay.pipeline)), key=sum)
 
-    def largest(self, lay: Layout) -> tuple[int, int]:
-        """Parameters of the largest block, and of what lies outside the blocks."""
+    def largest(self, lay: Layout) -> tuple[int, int, int]:
+        """Parameters of the largest block, and of what lies before and behind the blocks."""
         sizes = [sum(each) for each in self.parameters(lay.tensor)]
-        return max(sizes[1:-1]), sizes[0] + sizes[-1]
+        return max(sizes[1:-1]), sizes[0], sizes[-1]
 
-    def activations(self, lay: Layout, place: int) -> tuple[int, int]:
-        """Bytes that a microbatch leaves for its backward pass, and those beyond while it is
-        computed."""
+    def activations(self, lay: Layout, place: int) -> tuple[list[int], int]:
+        """Bytes that a microbatch leaves for its backward pass in each of a worker's chunks, and
+        those beyond while it is computed."""
         mine = self.segments(lay, place)
         cost = {again: self.rehearsed(lay.rows, lay.tensor, again) for _, again in mine}
-        now = peak = cost[mine[0][1]].data
+        kept = [0] * lay.chunks
+        kept[0] = cost[mine[0][1]].data
         if place:  # what comes, and what the code around the blocks makes of the batch
             plain = self.rehearsed(lay.rows, lay.tensor, False)
-            now += self.crossing[mine[0][0] - 1] * lay.rows + _left(plain.forward[0])
+            kept[0] += self.crossing[mine[0][0] - 1] * lay.rows + _left(plain.forward[0])
+        peak = sum(kept)
+        chunk_of = self._chunks(lay)
         for segment, again in mine:
             each = cost[again].forward[segment]
-            peak, now = max(peak, now + each.workspace), now + _left(each)
-        kept = now
+            peak = max(peak, sum(kept) + each.workspace)
+            kept[chunk_of(segment)] += _left(each)
+        now = sum(kept)
         if lay.pipeline > 1:  # the gradient that comes, and the one that goes
             ends = (mine[0][0] - 1 if place else None, mine[-1][0])
             now += sum(self.crossing[i] * lay.rows for i in ends if i is not None)
         for segment, again in reversed(mine):
             for each in (cost[again].again[segment], cost[again].backward[segment]):
                 peak, now = max(peak, now + each.workspace), now + _left(each)
-        return kept, max(0, peak - kept)
+        if lay.pipeline == 1:  # its loss stays to the end of the step
+            peak += (now - cost[mine[0][1]].data) * (lay.microbatches - 1)
+        return kept, max(0, peak - sum(kept))
+
+    def _chunks(self, lay: Layout) -> Callable[[int], int]:
+        """Which of its worker's chunks a segment is in."""
+        ends = [*accumulate(blocks_of(self.blocks, lay))]
+        return lambda segment: min(bisect_left(ends, segment), len(ends) - 1) // lay.pipeline
+
+    def crossed(self, lay: Layout, place: int, live: float) -> int:
+        """Bytes beside these that a pipeline asks for: a number for each parameter of others, and
+        what is on its way over borders. What is sent stays until LIMIT more of its kind are, what
+        comes is taken in while the one before is computed. live: microbatches under way, whose
+        outputs are counted."""
+        from outsize.collectives.channel import LIMIT
+
+        if lay.pipeline == 1:
+            return 0
+        absent = self.tensors * stored(lay)
+        if lay.microbatches == 1:
+            return absent
+        mine = {i for i, _ in self.segments(lay, place)}
+        ahead = [self.crossing[i - 1] for i in mine if i - 1 not in mine and i]
+        behind = [self.crossing[i] for i in mine if i + 1 not in mine and i <= self.blocks]
+        gradients = min(lay.microbatches - 1, LIMIT)
+        outputs = 1 + max(0, min(lay.microbatches, LIMIT + 1) - int(live))
+        most = gradients * max(ahead, default=0) + outputs * max(behind, default=0)
+        return absent + lay.rows * most
+
+    def batch(self, lay: Layout) -> int:
+        """Bytes of a worker's rows of a step, whole microbatches."""
+        return self.rehearsed(lay.rows, lay.tensor, False).data * lay.microbatches
 
     def lanes(self, work: Work) -> tuple[Lanes, Lanes]:
         """Of a microbatch on the busiest stage before the last, and on the last."""
@@ -132,6 +170,26 @@ def blocks_of(layers: int, lay: Layout) -> tuple[int, ...]:
         return (each - 1, *[each] * (parts - 2), each - 1)
     spans = [share(layers, parts, i) for i in range(parts)]
     return tuple(stop - start for start, stop in spans)
+
+
+def most_live(lay: Layout, place: int, kept: Sequence[int], live: float) -> float:
+    """The most bytes that microbatches keep on a worker at once, of which each has so many in each
+    of its chunks. live: of one chunk, how many these are; interleaved chunks take turns, as many
+    microbatches of each as there are stages (outsize/schedule/pipelines/interleaved.py)."""
+    p, v, m = lay.pipeline, lay.chunks, lay.microbatches
+    if v == 1:
+        return live * kept[0]
+
+    def through(turns: int, chunk: int) -> int:
+        rounds, more = divmod(turns, p * v)
+        return min(m, rounds * p + min(p, max(0, more - chunk * p)))
+
+    ahead = 2 * (p - 1 - place) + (v - 1) * p + 1  # turns forward before the first one back
+    steady = min(p * v, max(0, -(-m // p) * p * v - ahead))
+    return max(
+        sum(n * (through(ahead + k, c) - through(k, v - 1 - c)) for c, n in enumerate(kept))
+        for k in range(steady + 1)
+    )
 
 
 def _left(cost: ActionCost) -> int:

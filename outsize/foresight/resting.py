@@ -20,7 +20,13 @@ HOST, DISK = "host", "disk"
 LINK = 32e9  # B/s of PCIe 4.0 with 16 lanes, where nothing is said (shared/data/hardware.md)
 PART = 3 * (1 << 22)  # elements of optimizer states on the device: one part, and two on their way
 MASTER = 12.0  # bytes of an element's master copy and moments, which come and go
+ROOM = 4096  # bytes of which each state in the pool takes whole multiples (memory/arrange.py)
 RESIDENT = 2  # stages whose states are there at once (outsize.plan.Stream)
+
+
+def room(nbytes: float) -> int:
+    """Bytes that a state takes in the pool."""
+    return -(-int(nbytes) // ROOM) * ROOM
 
 
 def usable(cluster: Cluster) -> dict[str, Tier]:

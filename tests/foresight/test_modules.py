@@ -17,19 +17,35 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import outsize
 from outsize.cli.main import main
+from outsize.collectives.pretend import Pretend, PretendWorld
 from outsize.foresight.layout import Layout
-from outsize.foresight.memory import memory
+from outsize.foresight.memory import HOSTED, memory, workers
+from outsize.foresight.module import most_live
 from outsize.foresight.named import from_config
 from outsize.foresight.planning.asked import TOKENS as TOKENS_AXIS
 from outsize.foresight.planning.choose import forecast
 from outsize.foresight.planning.layouts import STACK, WIDE
+from outsize.foresight.planning.written import plan_of
 from outsize.foresight.shape import Shape
 from outsize.hardware import parse_spec
+from outsize.hardware.named import catalogue
+from outsize.memory import Meter
 from outsize.models.adopt import find_blocks
+from outsize.optim import AdamW
+from outsize.plan import Plan, Precision
 from outsize.plan.file import read_plan
-from outsize.train.prepared.foreseen import foreseen
+from outsize.runtime import Job
+from outsize.runtime.making import AdoptedModel, make_job
+from outsize.runtime.recipe import Here, Recipe
+from outsize.schedule import Kind
+from outsize.schedule.pipelines.interleaved import interleaved
+from outsize.simulate.forecast import compose
+from outsize.simulate.rehearse import nowhere, rehearse
+from outsize.train.prepared.batches import cut
+from outsize.train.prepared.foreseen import Rehearsal, foreseen
 from outsize.train.prepared.guessed import guessed
-from outsize.train.prepared.module import without_caches
+from outsize.train.prepared.making import twin_of
+from outsize.train.prepared.module import unpacked, without_caches
 
 TOKENS = 64
 LLAMA = {
@@ -48,6 +64,34 @@ def llama(**more: object) -> nn.Module:
 def mlps() -> nn.Module:
     blocks = (nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(5))
     return nn.Sequential(*blocks)
+
+
+def rehearsal(precision: str) -> Rehearsal:
+    """Of every block of the model."""
+    model = llama()
+    without_caches(model)
+    given = replace(guessed(model, TOKENS), dtype=getattr(torch, precision))
+    shell, blocks = twin_of(model, find_blocks(model), torch.device("meta"))
+    return Rehearsal(given, shell, blocks, range(len(blocks)), Precision.named(precision))
+
+
+def composed(lay: Layout, precision: str) -> tuple[int, ...]:
+    """Peaks of the stages as the runtime foretells its own run of a layout."""
+    whole = rehearsal(precision)
+    plan, derived = plan_of(shape_of(), lay), whole.derived(lay.tensor)
+    reach = whole.reach() if lay.pipeline > 1 else None
+    line = Pretend(lay.pipeline, lay.pipeline - 1) if lay.pipeline > 1 else None
+
+    def job(plan: Plan, ledger: Meter) -> Job:
+        twin, blocks = twin_of(whole.model, whole.blocks, torch.device("cpu"))
+        model = AdoptedModel(twin, blocks, whole.given.loss, cut, reach=reach, derived=derived)
+        world = PretendWorld(plan.mesh, plan.mesh.size - 1)
+        here = Here(world, ledger, nowhere(plan), line=line)
+        return make_job(model, plan, Recipe(AdamW()), here)
+
+    with unpacked(whole.given.batch):
+        costs = rehearse(plan, job, whole.given.of)
+    return compose(plan, costs, catalogue("H100-SXM")).peaks
 
 
 @cache
@@ -103,6 +147,62 @@ def test_bytes_on_one_device_are_those_of_prepare(rows: int, again: bool) -> Non
     job.close()
     assert foretold is not None
     assert memory(shape_of(), lay).tensors == foretold.peak
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch", "more", "over"),
+    [
+        (1, 8, {}, 0.0),  # losses of the microbatches before stay
+        (2, 16, {"shards": 2}, 1e-5),
+        (2, 2, {"pipeline": 2}, 0.009),  # one microbatch: nothing else is on its way
+        (2, 16, {"pipeline": 2}, 0.005),
+        (4, 32, {"pipeline": 2, "tensor": 2}, 0.01),
+        (3, 16, {"pipeline": 3, "recompute": "full"}, 0.035),
+        (2, 16, {"pipeline": 2, "whole": 2}, 0.008),
+        # By how much chunks that take turns differ from how each worker of 64 wide has them.
+        (3, 24, {"pipeline": 3, "chunks": 2}, 0.05),
+    ],
+)
+def test_bytes_of_workers_are_never_under_those_of_the_runtime(
+    devices: int, batch: int, more: dict[str, object], over: float
+) -> None:
+    lay = layout(devices, batch=batch, **more)
+    own = composed(lay, "bfloat16")
+    found = [one.tensors for one in workers(shape_of(precision="bf16"), lay, HOSTED).values()]
+    assert len(found) == len(own)
+    for one, peak in zip(found, own, strict=True):
+        assert peak <= one <= peak * (1 + over)
+    assert memory(shape_of(precision="bf16"), lay, HOSTED).tensors == max(found)
+
+
+def test_what_chunks_keep_is_counted_turn_by_turn() -> None:
+    """Beside the list of a worker's turns."""
+    for pipeline, chunks, batch in ((2, 3, 16), (3, 2, 24), (4, 2, 40)):
+        lay = layout(pipeline, batch=batch, pipeline=pipeline, chunks=chunks)
+        kept = [5, 3, 11][:chunks]
+        made = interleaved(pipeline, lay.microbatches, chunks)
+        for place in range(pipeline):
+            most, live = 0, 0
+            for action in made.schedule.workers[place]:
+                if action.kind in (Kind.FORWARD, Kind.BACKWARD):
+                    sign = 1 if action.kind is Kind.FORWARD else -1
+                    live += sign * kept[action.stage // pipeline]
+                    most = max(most, live)
+            assert most_live(lay, place, kept, 0.0) == most
+
+
+@cache
+def blocks_of_widths(*widths: int) -> Shape:
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(32, n), nn.GELU(), nn.Linear(n, 32)) for n in widths)
+    )
+    return foreseen(model, guessed(model, TOKENS), 8, find_blocks(model), "bf16")
+
+
+def test_the_fullest_worker_of_a_module_may_be_in_the_middle() -> None:
+    shape, lay = blocks_of_widths(32, 512, 32), layout(3, batch=16, pipeline=3)
+    every = [one.tensors for one in workers(shape, lay).values()]
+    assert memory(shape, lay).tensors == every[1] == max(every)
 
 
 def test_a_native_decoder_of_the_same_shape_is_planned_alike() -> None:

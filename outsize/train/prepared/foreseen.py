@@ -258,6 +258,7 @@ def foreseen(model: nn.Module, given: Given, node: int, blocks: Blocks, precisio
         type(model).__name__, len(blocks), used.played, sizes, used.uses(reach), crossing,
         left, given.note,
         digest_of((name, tuple(p.shape)) for name, p in model.named_parameters()),
+        sum(1 for _ in model.parameters()),
     )  # fmt: skip
     return Shape(len(blocks), 1, widest, 1, module=module)
 
