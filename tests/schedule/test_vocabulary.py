@@ -223,6 +223,17 @@ def test_v_half_stays_balanced():
                                                  .run.idle_in_makespan)  # fmt: skip
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_v_half_holds_the_same_everywhere_with_logits(variant):
+    """The paper's "perfect balance": a part of logits more or less on a worker is not it."""
+    tables, plain = EndCosts(4.0, 4.0, 4.0, 1.0, 1.0, held=1.0), make("v-half", Shape(8, 32))
+    made = with_ends(plain, vocabulary(variant), Costs(1, 1, 1, 0.02), tables)
+    run, without = played(made, tables, 0.02), played(plain, tables, 0.02)
+    assert max(run.peaks) == pytest.approx(min(run.peaks), abs=1e-9)
+    assert max(run.peaks) == 8 / 2 + 1 + (3 - variant) + tables.held
+    assert run.makespan < without.makespan
+
+
 def test_barriers_and_copies_take_a_transfer_each():
     """Two workers, one microbatch: the step is one chain, whose links can be counted.
 

@@ -9,7 +9,9 @@ any schedule: a backward waits for as many more forwards of its worker as a micr
 The passes then go where they can run first, found by playing the orders: S and T of all workers in
 one sequence, since exchanges run in order; what nobody waits for (gradients of weights alone) goes
 where a worker would wait, or when another is pending. The play is repeated with workers that may
-take something else while their turn waits, if they hold no more for it; the shortest is taken.
+take something else while their turn waits, if they hold no more for it, and with nothing pending:
+logits are held until their T. Of the plays that take no more than a hundredth longer than the
+shortest the one whose fullest worker holds least is taken.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from outsize.techniques.vocabulary.play import Play, Step
 _COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 _KNOWN = (*_COMPUTE, Kind.SEND, Kind.RECV, Kind.NORM, Kind.UPDATE)
 _WINDOWS = (1, 2, 4, 8, 16, 64)  # steps of its order from which a worker takes one that can run
+_LONGER = 1.01  # times the shortest play's seconds, for less memory
 
 
 def placed(made: Pipeline, ends: Ends, costs: Costs, priced: EndCosts) -> Pipeline:
@@ -48,9 +51,12 @@ def placed(made: Pipeline, ends: Ends, costs: Costs, priced: EndCosts) -> Pipeli
         orders.append(_delayed(steps, ends.barriers, made.placement.microbatches))
         pairs = (step[0] for step in orders[-1] if len(step) == 2)
         together |= {(action.stage, action.microbatch) for action in pairs}
-    placed = min(
-        (Play(made, orders, ends, costs, priced, window).go() for window in _WINDOWS),
-        key=lambda play: play.ended,
+    placed = _least_held(
+        [
+            Play(made, orders, ends, costs, priced, window, pending).go()
+            for window in _WINDOWS
+            for pending in (0, 1)
+        ]
     )
     return pipeline(
         f"{made.name} with vocabulary {ends.variant}",
@@ -61,6 +67,13 @@ def placed(made: Pipeline, ends: Ends, costs: Costs, priced: EndCosts) -> Pipeli
         made.approximate,
         ends,
     )
+
+
+def _least_held(plays: Sequence[Play]) -> Play:
+    """Of those that are as good as the shortest the one that holds least; the shorter of equals."""
+    most = _LONGER * min(play.ended for play in plays)
+    near = [play for play in plays if play.ended <= most]
+    return min(near, key=lambda play: (round(play.peak, 9), play.ended))  # sums of shares
 
 
 def _delayed(steps: Sequence[Step], later: int, microbatches: int) -> list[Step]:

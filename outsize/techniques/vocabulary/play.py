@@ -18,7 +18,6 @@ from outsize.techniques.vocabulary.ends import EMBED, EMBED_BACKWARD, OUTPUT_S, 
 Step = Sequence[Action]  # one action, or two that run as one
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 _AHEAD = 2  # embeddings that are made before the first stage asks for them
-_PENDING = 1  # passes for which nobody waits that may be put off on each worker
 
 
 @dataclass
@@ -46,8 +45,9 @@ def _holds(step: Step) -> int:
 class Play:
     """The orders played with the vocabulary's passes, each as soon as it can be.
 
-    window: steps of its order from which a worker takes one that can run. ended: seconds of the
-    play. apart: forwards that no longer run as one with the backward behind them.
+    window: steps of its order from which a worker takes one that can run. pending: passes for
+    which nobody waits that each worker may put off. ended: seconds of the play. apart: forwards
+    that no longer run as one with the backward behind them.
     """
 
     def __init__(
@@ -58,8 +58,9 @@ class Play:
         costs: Costs,
         priced: EndCosts,
         window: int,
+        pending: int,
     ) -> None:
-        self.window, self.ended = window, 0.0
+        self.window, self.pending, self.ended = window, pending, 0.0
         self.place, self.cut = made.placement, ends
         self.costs, self.priced = costs, priced
         self.paths = made.paths or plain_paths(made.placement)
@@ -105,6 +106,20 @@ class Play:
                 self._wake(now, self._overtake())
             self.ended = now
         return self
+
+    @property
+    def peak(self) -> float:
+        """Units of activations that the fullest worker holds, its parts of logits among them."""
+        share, logits = self.place.share, self.priced.held
+        taking, giving = self.cut.holds
+        units = {kind: held * share for kind, held in _HOLDS.items()} | {
+            taking: logits,
+            giving: -logits,
+        }
+        return max(
+            max(accumulate(units.get(action.kind, 0.0) for action in worker.order))
+            for worker in self.workers
+        )
 
     def _wake(self, when: float, w: int) -> None:
         heappush(self.events, (when, next(self.turns), w, ()))
@@ -159,7 +174,7 @@ class Play:
         if worker.passes and worker.passes[0][0] <= now:
             return (worker.passes.popleft()[1],)
         pending = sum(when <= now for when, _ in worker.late)
-        if pending > _PENDING:
+        if pending > self.pending:
             return (worker.late.popleft()[1],)
         for at, step in enumerate(islice(worker.steps, self.window)):
             fits = worker.held + _holds(step) <= worker.most
