@@ -43,6 +43,7 @@ class Stack:
     beside_data: bool = True
     beside_tensor: bool = False
     scattered: bool = False
+    keys_whole: bool = False  # whether keys and values stay as the context axis gathered them
     sequence: bool = False  # sequence parallelism wherever there is a tensor axis
     vocabulary_cut: bool = True  # over the tensor axis
     calls: int = 1  # in which a layer's sharded parameters are gathered

@@ -259,6 +259,8 @@ def _per_layer(shape: Shape, lay: Layout, recompute: str) -> float:
     keys, values = shape.widths
     heads, attending = 2.0 * tokens / t, shape.parts.attending / shape.layers
     kept += attending * heads * (shape.heads + shape.n_groups) * (keys + values)
+    if lay.stack.keys_whole:
+        kept += attending * heads * (lay.context - 1) * shape.n_groups * (keys + values)
     if chains:  # before they were rotated
         kept += attending * heads * (shape.heads + shape.n_groups) * keys
     if lay.attention not in KERNELS and recompute != "attention":

@@ -8,24 +8,34 @@ from typing import Any
 
 import pytest
 
+from outsize.collectives import Mesh
 from outsize.errors import OutsizeError
 from outsize.foresight.conventions import COUNTS
 from outsize.foresight.layout import Layout, Stack
 from outsize.foresight.links import FLAG, HOP, exchange, ranks, seconds
-from outsize.foresight.memory import memory
+from outsize.foresight.memory import kept_by, memory
+from outsize.foresight.planning.layouts import WIDE
 from outsize.foresight.shape import Latent, Shape
 from outsize.foresight.sources import Roofline, Table, systolic, tiled
 from outsize.foresight.step import LANES, Terms, beat, combine, layers_of, layers_on, terms
 from outsize.foresight.work import BLOCKED, KERNELS, LAUNCH, OF_EXPERT, ROUTED
 from outsize.hardware import Matmul, Measured, Rate, catalogue, parse_spec
 from outsize.hardware.cluster import FAR, NEAR
+from outsize.models.families import parse
+from outsize.optim import AdamW
+from outsize.plan import Plan, Precision
+from outsize.plan.plan import per_segment
 from outsize.schedule.pipelines import Shape as PipelineShape
 from outsize.schedule.pipelines import make
+from outsize.search import PlanRequest
+from outsize.search.request import Forecaster, facts_of_model
 from outsize.simulate.coarse import Times, play
+from outsize.simulate.forecast import compose
 
 A100 = parse_spec("4 x 8 A100-SXM-80 @ 25GB/s").groups[0]
 GPT = Shape(layers=48, hidden=6144, heads=64, vocab=51200, dropout=True)
 MEGATRON = Stack("megatron", attention="fused", family="megatron")
+LONG = 2048  # tokens of a row
 LLAMA = Shape(80, 8192, 64, 128256, inner=28672, groups=8, gated=True, tied=False)
 
 
@@ -410,3 +420,33 @@ def test_experts_that_are_called_when_their_tokens_are_counted_and_steps_launche
 
 def _zeros() -> dict[str, float]:
     return dict(_terms(0.0, 0.0, 1, 1, 1).middle) | {"matmul": 0.0}
+
+
+def kept(workers: int) -> int:
+    """Activations at the peak of a worker's step, as the runtime rehearses it."""
+    config = parse(
+        {
+            "model_type": "llama", "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 6,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 704,
+        }
+    )  # fmt: skip
+    mesh, float32 = Mesh(context=workers), Precision.named("float32")
+    request = PlanRequest(1, LONG, float32, AdamW(), documents=(0, LONG), mesh=mesh)
+    facts, device = facts_of_model(config, request), catalogue("H100-SXM")
+    plan = Plan(8, per_segment(8), 1, 1, LONG, float32, 512, mesh=mesh)
+    (costs,) = Forecaster(config, request, device, facts).costs(plan)
+    return compose(plan, costs, device).peak_by_kind["activations"]
+
+
+def test_keys_and_values_stay_as_a_context_axis_gathers_them() -> None:
+    """What a worker of four keeps beyond a fourth of what one keeps: every layer's keys and values
+    of the others, and while one layer gathers its own, these in both orders."""
+    shape = Shape(6, 256, 8, 512, inner=704, groups=4, gated=True, tied=False)
+    own = Layout(4, 1, 1, LONG, WIDE, context=4, precision="fp32")
+    one = replace(own, devices=1, context=1)
+    more = kept_by(shape, own, 6) - kept_by(shape, one, 6) / 4
+    layer = LONG * 4 * (32 + 32) * 4
+    assert more == 6 * layer * 3 / 4
+    assert more <= kept(4) - kept(1) / 4 <= more + 2 * layer
+    theirs = replace(own, stack=MEGATRON)
+    assert kept_by(shape, theirs, 6) == kept_by(shape, replace(one, stack=MEGATRON), 6) / 4
