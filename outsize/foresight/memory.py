@@ -259,8 +259,6 @@ def _per_layer(shape: Shape, lay: Layout, recompute: str) -> float:
     keys, values = shape.widths
     heads, attending = 2.0 * tokens / t, shape.parts.attending / shape.layers
     kept += attending * heads * (shape.heads + shape.n_groups) * (keys + values)
-    if lay.stack.keys_whole:
-        kept += attending * heads * (lay.context - 1) * shape.n_groups * (keys + values)
     if chains:  # before they were rotated
         kept += attending * heads * (shape.heads + shape.n_groups) * keys
     if lay.attention not in KERNELS and recompute != "attention":
@@ -276,7 +274,10 @@ def _per_layer(shape: Shape, lay: Layout, recompute: str) -> float:
         sent = tokens / t * shape.active * shape.parts.routed / shape.layers
         hidden = shape.expert_hidden or h
         kept += sent * (4.0 * hidden + shape.expert_inner * (6.0 if shape.gated else 4.0))
-    return kept * stored(lay) / 2 * {"half": 0.5, "norms": 0.75}.get(recompute, 1.0)
+    kept *= {"half": 0.5, "norms": 0.75}.get(recompute, 1.0)
+    if lay.stack.keys_whole:
+        kept += attending * heads * (lay.context - 1) * shape.n_groups * (keys + values)
+    return kept * stored(lay) / 2
 
 
 def _head(shape: Shape, lay: Layout) -> float:
