@@ -121,9 +121,8 @@ class Stream:
     resident: stages whose states are there at once (Superpipeline's k); returned: stages given
     back at a time (its k'). pool: bytes; 0: the least that holds `resident` stages. policy: what
     else stays. part: elements of the optimizer states that are updated at a time. parts: parts of
-    a stage's update that are there at once, with as many coming or going beside them. host: of
-    every so many parts one is updated on the device, the others where they rest, on tiers of memory
-    (0: all on the device).
+    a stage's update that are there at once, with as many coming or going beside them. over: parts
+    of every `host` that are updated on the device, others at rest in memory (host 0: all of them).
     """
 
     resident: int = 2
@@ -133,11 +132,13 @@ class Stream:
     part: int = 1 << 22
     parts: int = 1
     host: int = 0
+    over: int = 1
 
     def __post_init__(self) -> None:
-        _least(self, 1, "resident", "returned", "parts", within="stream.")
-        most = f"at most stream.resident, {self.resident}"
-        expect(self.returned <= self.resident, "plan: stream.returned", self.returned, most)
+        _least(self, 1, "resident", "returned", "parts", "over", within="stream.")
+        for name, of, most in ("returned", "resident", self.resident), ("over", "host", self.host):
+            value, least = getattr(self, name), f"at most stream.{of}, {most}"
+            expect(value <= max(most, 1), f"plan: stream.{name}", value, least)
         _least(self, 0, "pool", "host", within="stream.")
         if self.policy not in POLICIES:
             raise OutsizeError(

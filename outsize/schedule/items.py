@@ -254,15 +254,15 @@ class Items:
     def lanes(self) -> Mapping[int, tuple[Lane, ...]]:
         """By stage, where its parts are updated: the device, or where they rest.
 
-        Of `stream.host` parts one goes over the device (Maurya et al., "Deep Optimizer States",
-        2024), the others are updated on the host, on tiers that are memory.
+        Of `stream.host` parts `stream.over` go over the device, as evenly as can be (Maurya et al.,
+        "Deep Optimizer States", 2024), the others are updated on the host, on tiers of memory.
         """
-        every = self.plan.stream.host
+        every, over = self.plan.stream.host, self.plan.stream.over
         found: dict[int, tuple[Lane, ...]] = {}
         for stage, pieces in self.pieces.items():
             at_rest = every and self._in_memory(stage)
             found[stage] = tuple(
-                Lane.HOST if at_rest and (part + 1) % every else Lane.COMPUTE
+                Lane.HOST if at_rest and (part + 1) * over % every >= over else Lane.COMPUTE
                 for part in range(len(pieces))
             )
         return found

@@ -29,8 +29,8 @@ from outsize.search.tiers import (
     Below,
     Passing,
     States,
-    every,
     moved,
+    shared,
     states,
 )
 from outsize.search.variants import Predicts, Variant, variant_of, variants
@@ -238,7 +238,8 @@ class Search:
         stream = replace(
             variant.plan.stream, resident=passing.resident, part=passing.part, pool=pool
         )
-        stream = replace(stream, host=self.share(choice))
+        host, over = self.share(choice)
+        stream = replace(stream, host=host, over=over)
         made = replace(variant.plan, stream=stream, budget=self.forecaster.request.budget)
         alone = not any(choice.levels) and choice.spill == DEVICE and made.microbatches == 1
         if alone and self.forecaster.request.order is None:
@@ -259,12 +260,12 @@ class Search:
         ]
         return max(0, min(rooms, default=0))
 
-    def share(self, choice: Choice) -> int:
-        """`stream.host`, by the rates of the device and of the host."""
+    def share(self, choice: Choice) -> tuple[int, int]:
+        """`stream.host` and `stream.over`, by the rates of the device and of the host."""
         memories, variant = self.forecaster.facts.host, choice.variant
         mine = [r for r in choice.rests if {r.optimizer, r.gradients} <= memories]
         if variant.behind or not mine:
-            return 0
+            return 0, 1
         hardware, sizes = self.forecaster.hardware, self.sizes
         tier = mine[0].optimizer
         gradients, optimizer = sum(sizes.bytes[GRADIENTS]), sum(sizes.bytes[OPTIMIZER])
@@ -279,7 +280,7 @@ class Search:
             updates,
         )
         resting = updates * host_share(hardware, tier) + weights / rate(hardware, tier, True)
-        return every(over, resting)
+        return shared(over, resting)
 
     def compose(self, plan: Plan, variant: Variant) -> Forecast:
         """With the variant's costliest layout; of a pipeline with all of them, since workers may
@@ -302,7 +303,7 @@ class Search:
         changes = (
             *((partial(self._deeper, variant, resident), "deeper", WORTH) for resident in DEEP),
             *((partial(self._streaming, variant, parts=parts), "wider", WORTH) for parts in WIDE),
-            (partial(self._streaming, variant, host=0), "no host", 1.0),
+            (partial(self._streaming, variant, host=0, over=1), "no host", 1.0),
         )
         over = ""  # which kind of change helps no more
         for change, kind, worth in changes:

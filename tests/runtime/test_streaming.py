@@ -79,6 +79,7 @@ BRANCHES = {  # of a stream, with everything below
     "static": dict(policy="static", resident=4, returned=2),
     "host 2": dict(host=2),
     "host 3": dict(host=3, resident=3),
+    "host 4, 3 over": dict(host=4, over=3, resident=3),
 }
 
 

@@ -26,7 +26,7 @@ from outsize.plan import Plan, Precision, Sharding, Stage, Stream
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import ALONE, Here, Recipe
-from outsize.schedule import prove
+from outsize.schedule import Lane, prove
 
 ROWS, SEQUENCE, VOCAB = 2, 6, 17
 MUTATIONS = 130
@@ -149,3 +149,18 @@ def test_damaged_schedules_are_refused_or_exact(name, monkeypatch):
             verdicts[True] += 1
             assert judge.exact(schedule), schedule
     assert min(verdicts.values()) >= 10, "both must occur for the test to tell"
+
+
+def test_parts_go_over_the_device_as_evenly_as_can_be(monkeypatch):
+    """`over` of any `host` parts that follow one another, the last of them among these."""
+    streamed.small(monkeypatch, PIECE)
+    for host, over in ((2, 1), (3, 1), (3, 2), (4, 3), (1, 1)):
+        stream = Stream(part=PIECE, host=host, over=over)
+        with memory() as stores:
+            found = job_of(resting(replace(BASE, stream=stream), **HOST), stores).placement.items
+            lanes = max(found.lanes.values(), key=len)
+        assert len(lanes) >= 4 and lanes[host - 1] is Lane.COMPUTE
+        for first in range(len(lanes) - host + 1):
+            assert lanes[first : first + host].count(Lane.COMPUTE) == over
+    with pytest.raises(OutsizeError, match=r"stream.over is 3; expected at most stream.host, 2"):
+        Stream(host=2, over=3)

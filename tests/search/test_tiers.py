@@ -25,12 +25,12 @@ from outsize.search.tiers import (
     APART,
     UPDATES_FIRST,
     Passing,
-    every,
     graded,
     in_order,
     moved,
     placed,
     pool_bytes,
+    shared,
     states,
 )
 from outsize.search.tradeoffs import tradeoffs
@@ -242,10 +242,11 @@ def test_a_tier_that_is_too_small_is_refused_with_the_bytes_that_are_missing(lea
 
 
 def test_updates_are_made_on_the_host_by_the_rates():
-    """`every` against all n; a fast host takes part, a slow one does not."""
-    for over, resting in ((1.0, 1.0), (1.0, 0.2), (1.0, 3.0), (0.1, 1.0), (5.0, 0.1)):
-        cost = {n: max(over, (n - 1) * resting) / n for n in range(2, 65)} | {0: over}
-        assert cost[every(over, resting)] == min(cost.values())
+    """`shared` against all shares; a fast host takes part, a slow one does not."""
+    for over, resting in ((1.0, 1.0), (1.0, 0.2), (1.0, 3.0), (0.1, 1.0), (5.0, 0.1), (0.01, 1.0)):
+        pairs = ((n, k) for n in range(2, 65) for k in range(1, n))
+        cost = {(n, k): max(k * over, (n - k) * resting) / n for n, k in pairs} | {(0, 1): over}
+        assert cost[shared(over, resting)] == min(cost.values())
     request = replace(WISH, tiers=(HOST,), recompute=(), microbatch_rows=4)
     hardware = machine(50e9, 50e9, "host")
     hardware = replace(hardware, devices=(replace(hardware.devices[0], kind="cpu"),))
@@ -253,7 +254,7 @@ def test_updates_are_made_on_the_host_by_the_rates():
     little = top.peak - (sum(top.static.values()) - top.static["data"]) * 7 // 10
     made = chosen(little, request, hardware)
     assert made.plan.stream.host >= 2 and "host" in {e.lane for e in made.trace.events}
-    alone = replace(made.plan, stream=replace(made.plan.stream, host=0))
+    alone = replace(made.plan, stream=replace(made.plan.stream, host=0, over=1))
     request = replace(request, budget=little)
     predicted = predict(CONFIG, request, alone, hardware)
     assert predicted.seconds > made.seconds
