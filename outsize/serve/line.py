@@ -337,8 +337,8 @@ class Line:
         self.shares.take(request.ask.owner, len(found))  # and again when they are fed
         for one in found:
             request.deliver(one)
-        if request.fault is not None:
-            self.leave(request, End("error", str(request.fault)))
+        if request.fault:
+            self.leave(request, End("error", request.fault))
         elif found[-1].id in ask.stop:
             self.leave(request, End("stop"))
         elif request.drawn == ask.max_new_tokens:

@@ -39,7 +39,7 @@ class Request:
     cancelled: bool = False
     draft: Sequence[int] = ()
     told: list[Token] = field(default_factory=list)
-    fault: OutsizeError | None = None
+    fault: str = ""
 
     @property
     def begun(self) -> bool:
@@ -71,10 +71,13 @@ class Request:
             return 0
         try:
             token = self.ask.sampler(logits_V, index)
+            self.told.append(told(logits_V, token, self.ask.tops))
         except OutsizeError as error:
-            self.fault = error
+            self.fault = str(error)
             return 0
-        self.told.append(told(logits_V, token, self.ask.tops))
+        except Exception as error:  # of a grammar, a bias, a sampler: nobody else's
+            self.fault = f"drawing token {index} failed: {type(error).__name__}: {error}"
+            return 0
         return token
 
     def _goes_on(self, place: int) -> bool:

@@ -17,7 +17,7 @@ from decoders import CONFIGS, SMALL
 from torch import Tensor
 
 import outsize
-from outsize.decode.samplers import Sampling
+from outsize.decode.samplers import Sampler, Sampling
 from outsize.errors import OutsizeError
 from outsize.hardware.disk import OPERATION
 from outsize.kernels import native
@@ -311,21 +311,33 @@ def test_the_oldest_goes_on_where_pages_are_few() -> None:
         assert order[0] == 0 and engine.line.counts.interrupted > 0
 
 
-def test_logits_that_are_not_numbers_end_their_request_alone() -> None:
-    model = model_of("llama")
+def _no_number(logits_V: Tensor, index: int) -> int:
+    return Sampling()(logits_V * float("nan") if index == 2 else logits_V, index)
 
-    class Broken:
-        def __call__(self, logits_V: Tensor, index: int) -> int:
-            return Sampling()(logits_V * float("nan") if index == 2 else logits_V, index)
 
-    good = Ask((1, 2, 3), 6, Sampling())
+def _fails(logits_V: Tensor, index: int) -> int:
+    if index == 2:
+        raise IndexError("index 9 is out of bounds")
+    return Sampling()(logits_V, index)
+
+
+def _beyond(logits_V: Tensor, index: int) -> int:
+    return 10**6 if index == 2 else Sampling()(logits_V, index)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "words"),
+    [(_no_number, "not finite"), (_fails, "IndexError: index 9"), (_beyond, "IndexError")],
+)
+def test_what_fails_in_one_requests_drawing_ends_it_alone(sampler: Sampler, words: str) -> None:
+    model, good = model_of("llama"), Ask((1, 2, 3), 6, Sampling())
     each = [Told(), Told()]
     with paused(model, ROOM) as engine:
-        for ask, one in zip((Ask((4, 5), 6, Broken()), good), each, strict=True):
+        for ask, one in zip((Ask((4, 5), 6, sampler, tops=1), good), each, strict=True):
             engine.submit(ask, one)
         engine.start()
         assert len(each[0].wait()) == 2 and each[0].end is not None
-        assert each[0].end.reason == "error" and "not finite" in each[0].end.error
+        assert each[0].end.reason == "error" and words in each[0].end.error
         assert [x.id for x in each[1].wait()] == model.generate([1, 2, 3], 6)
 
 

@@ -31,7 +31,7 @@ from outsize.models.families import parse
 from outsize.serve.asks import Ask
 from outsize.serve.engine import Engine
 from outsize.serve.http import guard
-from outsize.serve.http.choices import Weighed, pieces
+from outsize.serve.http.choices import Piece, Weighed, pieces
 from outsize.serve.http.shapes import Shaped, Shapes
 from outsize.serve.model import Model
 from outsize.serve.policies import POLICIES
@@ -150,6 +150,29 @@ def test_stop_bias_and_penalties(client: openai.OpenAI) -> None:
     assert stopped.text == "" and stopped.finish_reason == "stop"
     ended = client.completions.create(**ask, logit_bias={"256": 100}).choices[0]
     assert ended.text == "" and ended.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "drawn"),
+    [("c", "abab", 5), ("bca", "aba", 6), ("babca", "a", 6), ("ab", "", 2), ("abz", "ababcab", 7)],
+)
+def test_logprobs_are_of_the_text_before_a_stop_string(
+    model: Model, stop: str, text: str, drawn: int
+) -> None:
+    """And of no token that it alone is made of, though each was drawn."""
+
+    def script(logits_V: torch.Tensor, index: int) -> int:
+        return b"ababcab"[index]
+
+    async def said() -> list[Piece]:
+        with Engine(model, ROOM, POLICIES.get("mixed")) as engine:
+            ask = Ask((1, 2), 7, script, tops=0)
+            return [x async for x in pieces(engine, open_tokenizer("bytes"), ask, (stop,))]
+
+    found = asyncio.run(said())
+    assert "".join(one.text for one in found) == text
+    assert bytes(x.id for one in found for x in one.tokens).decode() == text
+    assert len(text) + sum(one.unseen for one in found) == drawn
 
 
 def test_penalties_and_biases_are_those_of_the_formula() -> None:

@@ -162,7 +162,7 @@ class Answer(ABC, Generic[Asked]):
                 number, piece = await came.get()
                 if isinstance(piece, BaseException):
                     raise piece
-                self.used += len(piece.tokens)
+                self.used += len(piece.tokens) + piece.unseen
                 left -= piece.reason is not None
                 yield number, piece
         finally:

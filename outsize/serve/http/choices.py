@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -44,13 +44,15 @@ class Weighed:
 
 @dataclass(frozen=True)
 class Piece:
-    """Text that has become certain, the tokens that were drawn since the last piece, why the
-    choice is over, if it is (stop, length or tool_calls), and the tools that it calls."""
+    """Text that has become certain, the tokens that it begins, why the choice is over, if it is
+    (stop, length or tool_calls), and the tools that it calls. unseen: tokens that were drawn and
+    are of a stop string alone."""
 
     text: str
     tokens: tuple[Token, ...]
     reason: str | None = None
     calls: tuple[Call, ...] = ()
+    unseen: int = 0
 
 
 async def drawn(engine: Engine, ask: Ask) -> AsyncGenerator[Token | End, None]:
@@ -72,29 +74,68 @@ async def drawn(engine: Engine, ask: Ask) -> AsyncGenerator[Token | End, None]:
         engine.cancel(key)
 
 
+class _Shown:
+    """Text of tokens up to a stop string, and which of them are behind what is shown."""
+
+    def __init__(self, text: Tokenizer, stops: Collection[str]) -> None:
+        self._stream, self._held = text.stream(), StopStrings(stops)
+        self._waiting = deque[tuple[int, Token]]()  # with where their text begins
+        self._came = self._shown = 0  # characters
+
+    def push(self, token: Token) -> str:
+        self._waiting.append((self._came, token))
+        return self._through(self._stream.push(token.id))
+
+    def finish(self) -> str:
+        return self._through(self._stream.finish()) + self._held.finish()
+
+    def _through(self, text: str) -> str:
+        self._came += len(text)
+        shown = self._held.push(text)
+        self._shown += len(shown)
+        return shown
+
+    @property
+    def stopped(self) -> bool:
+        return self._held.stopped
+
+    def taken(self) -> tuple[Token, ...]:
+        """Tokens that begin in what is shown, once."""
+        found = list[Token]()
+        while self._waiting and self._waiting[0][0] < self._shown:
+            found.append(self._waiting.popleft()[1])
+        return tuple(found)
+
+    @property
+    def rest(self) -> tuple[Token, ...]:
+        """Those that were not taken."""
+        return tuple(token for _, token in self._waiting)
+
+
 async def pieces(
     engine: Engine, text: Tokenizer, ask: Ask, stops: Collection[str]
 ) -> AsyncGenerator[Piece, None]:
     """A choice as it comes. OutsizeError where the engine ends it."""
-    stream, held, waiting = text.stream(), StopStrings(stops), list[Token]()
+    found = _Shown(text, stops)
     async with contextlib.aclosing(drawn(engine, ask)) as events:
         async for event in events:
             if isinstance(event, Token):
                 if event.id in ask.stop:
                     continue
-                waiting.append(event)
-                shown = held.push(stream.push(event.id))
-                if held.stopped:
-                    yield Piece(shown, tuple(waiting), "stop")
+                shown = found.push(event)
+                if found.stopped:
+                    yield Piece(shown, found.taken(), "stop", unseen=len(found.rest))
                     return
                 if shown:
-                    yield Piece(shown, tuple(waiting))
-                    waiting = []
+                    yield Piece(shown, found.taken())
                 continue
             if event.reason in ("error", "cancelled"):
                 raise OutsizeError(event.error or "the server is closing")
-            rest = held.push(stream.finish()) + held.finish()
-            yield Piece(rest, tuple(waiting), "stop" if held.stopped else event.reason)
+            rest = found.finish()
+            if found.stopped:
+                yield Piece(rest, found.taken(), "stop", unseen=len(found.rest))
+            else:
+                yield Piece(rest, found.rest, event.reason)
             return
 
 
@@ -112,7 +153,7 @@ async def calling(
                 continue
             calls = tuple(form.calls(text.written(content.ids)))
             reason = "tool_calls" if calls and one.reason == "stop" else one.reason
-            yield Piece(shown + content.finish(), content.taken(), reason, calls)
+            yield Piece(shown + content.finish(), content.taken(), reason, calls, one.unseen)
 
 
 class _Content:
