@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from outsize import accelerator
+from outsize.hardware.host import ask_huge
 from outsize.kernels import attention as tiles
 from outsize.kernels import paged
 from outsize.kernels import pages as kernel
@@ -35,6 +36,7 @@ from outsize.memory.ledger import in_grains
 from outsize.models.attention import LocalAttend
 from outsize.models.norm import upcast
 from outsize.models.seams import AttendSpec, Mixer, Recurrence, StateSpec, Tensors
+from outsize.torch_private import FakeTensor
 
 PAGE = 16  # tokens: fewer would be longer tables, more would share less
 _CHUNK = 256  # queries whose scores or mask exist at once
@@ -121,7 +123,11 @@ class PagedCache:
         return keys, values
 
     def _pool(self, like: Tensor) -> kernel.Pool:
-        return kernel.Pool(self._form, self.pages, self.size, like)
+        pool = kernel.Pool(self._form, self.pages, self.size, like)
+        for x in pool.tensors:
+            if x.device.type == "cpu" and not isinstance(x, FakeTensor):
+                ask_huge(x.data_ptr(), x.nbytes)
+        return pool
 
     def hold(self, pages: Mapping[int, int]) -> None:
         """By the place of a request, the pages that have memory from now on

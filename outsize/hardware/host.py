@@ -12,7 +12,7 @@ import os
 import platform
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,9 @@ _LARGEST = 32 << 20  # bytes of the largest buffer that glibc may be told to kee
 KEPT = 32  # of the machine's memory, the part that a process may keep though it is free
 PROC = Path("/proc/self/cgroup")
 MOUNT = Path("/sys/fs/cgroup")
+HUGE = Path("/sys/kernel/mm/transparent_hugepage")
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # of Linux's mman.h
+_NEAR = 1 << 16  # bytes between buffers that may share a huge page: what an allocator puts there
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,40 @@ def keep_freed(nbytes: int | None = None) -> None:
 def _mallopt(name: int, value: int) -> None:
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(name, value)
+
+
+def huge(folder: Path = HUGE) -> int:
+    """Bytes of a huge page, 0 where the system gives none to who asks."""
+    with suppress(OSError, ValueError):
+        if "[never]" not in (folder / "enabled").read_text(encoding="ascii"):
+            return int((folder / "hpage_pmd_size").read_text(encoding="ascii"))
+    return 0
+
+
+def ask_huge(address: int, nbytes: int) -> None:
+    """Have memory that nobody has touched come in huge pages. Who reads much of it for each token
+    reads a fifth faster: a page of 4 KiB is found by several reads, by a guest of twice as many."""
+    _advise(huge(), address, address + nbytes, _MADV_HUGEPAGE)
+
+
+def gather_huge(spans: Iterable[tuple[int, int]]) -> None:
+    """Have what lies in memory lie in huge pages, of which each is copied once: whoever reads there
+    waits as long. spans: the address and bytes of each buffer."""
+    size, (first, last) = huge(), (0, 0)
+    for address, nbytes in (*sorted(spans), (2**62, 0)):
+        if address - last > _NEAR:
+            _advise(size, first, last, _MADV_COLLAPSE)
+            first = address
+        last = max(last, address + nbytes)
+
+
+def _advise(size: int, address: int, stop: int, how: int) -> None:
+    """Tell the system so of whole huge pages in a range; it may not heed it."""
+    first = -(-address // size) * size if size else stop
+    if stop - first >= size > 0:
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        madvise(first, (stop - first) // size * size, how)
 
 
 def disk_free(directory: str | Path) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -188,3 +191,33 @@ def test_freed_buffers_are_kept_up_to_a_bound() -> None:
     unsaid, beyond, within = map(int, run.stdout.split())
     assert max(unsaid, beyond) < 16 << 20
     assert within > 120 << 20
+
+
+def _in_huge_pages(address: int) -> int:
+    """Bytes of the mapping there, as the system says."""
+    here = False
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
+        if match := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            here = int(match[1], 16) <= address < int(match[2], 16)
+        elif here and line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def test_memory_comes_in_huge_pages_and_moves_to_them_as_it_is(tmp_path: Path) -> None:
+    """One at least of each region: the rest may be where the system has none left."""
+    size = host.huge()
+    if not size:
+        pytest.skip("no huge pages here")
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    asked, held = (np.frombuffer(mmap.mmap(-1, 4 * size, private), np.uint8) for _ in range(2))
+    host.ask_huge(asked.ctypes.data, len(asked))
+    asked[:] = 1
+    assert _in_huge_pages(asked.ctypes.data + size) >= size
+    held[:] = np.arange(len(held), dtype=np.uint64).astype(np.uint8)
+    before, where = held.copy(), held.ctypes.data
+    # As buffers of an allocator lie: a few bytes apart, each smaller than a huge page.
+    host.gather_huge([(where + i, size // 4 - 64) for i in range(0, 4 * size, size // 4)])
+    assert _in_huge_pages(where + size) >= size and (held == before).all()
+    (tmp_path / "enabled").write_text("always madvise [never]")
+    assert host.huge(tmp_path) == host.huge(tmp_path / "none") == 0
