@@ -178,7 +178,7 @@ class Line:
             assert request.slot is not None
             ahead = waiting - count
             part = Part(self.pages.of(key), start, count, ahead, request.slot)
-            request.told, request.fault, request.draft = [], None, ()
+            request.told, request.fault, request.draft = [], "", ()
             order.append(request)
             pieces.append((start, count, not ahead))
             found.append(Feed(request, part, request.ids[start : part.stop]))
