@@ -8,8 +8,10 @@ page or comes), many steps are taken at once.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import TYPE_CHECKING
@@ -88,7 +90,21 @@ def play(
     watch: Watch | None = None,
 ) -> Played:
     """arrivals: by their seconds; no two prompts begin alike. watch: sees each step, one by one."""
-    return _Play(room, policy, arrivals, sharing, watch).run()
+    with _uncollected():
+        return _Play(room, policy, arrivals, sharing, watch).run()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """While entered, nobody looks for circles of references: steps make none, and looking took an
+    eighth of the time."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def _drawn(logits_V: Tensor, index: int) -> int:

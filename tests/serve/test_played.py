@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import random
@@ -39,7 +40,7 @@ from outsize.serve.load import on_mesh
 from outsize.serve.model import Model
 from outsize.serve.planned import planned
 from outsize.serve.played import Arrival, play
-from outsize.serve.policies import POLICIES
+from outsize.serve.policies import POLICIES, Step, View
 from outsize.serve.price import Curve, Price
 from outsize.serve.room import Served, Wanted, served
 from outsize.serve.slo import Slo
@@ -396,3 +397,21 @@ def test_a_plan_of_serving_is_printed(directory: Path, tmp_path: Path) -> None:
         assert code == 2 and text.startswith(f"error: {line}") and text.count("\n") == 1
     code, text = said(directory, "--rate", "2")
     assert code == 2 and "--rate is given beside a run that is not served" in text
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_the_collector_is_as_it_was_behind_a_play(collecting: bool) -> None:
+    """Also where it fails."""
+    before, seen = gc.isenabled(), list[bool]()
+    (gc.enable if collecting else gc.disable)()
+
+    def failing(view: View) -> Step:
+        seen.append(gc.isenabled())
+        raise ZeroDivisionError
+
+    try:
+        with pytest.raises(ZeroDivisionError):
+            play(ROOM, failing, [Arrival(0.0, 4, 2)])
+        assert gc.isenabled() == collecting and seen == [False]
+    finally:
+        (gc.enable if before else gc.disable)()
