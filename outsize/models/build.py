@@ -54,9 +54,8 @@ def build(
         # empty_like on meta imports sympy: a good part of a second before a worker is there.
         return torch.empty(x.shape, dtype=rest(name, dtype), device="meta")
 
-    _place(model, set(_names(model)), bare)
-    if seed is not None:
-        _place(model, set(_names(model)), initial_fill(model, seed, device))
+    fill = bare if seed is None else initial_fill(model, seed, device, dtype)
+    _place(model, set(_names(model)), fill)
     return model
 
 
@@ -143,13 +142,17 @@ def materialise(model: Decoder, segment: str, fill: Fill) -> None:
     _place(model, set(dict(segments(model))[segment]), fill)
 
 
-def initial_fill(model: Decoder, seed: int, device: torch.device | str) -> Fill:
-    """A fill for `materialise` that makes initial values on `device`, in each parameter's dtype."""
+def initial_fill(
+    model: Decoder, seed: int, device: torch.device | str, dtype: torch.dtype | None = None
+) -> Fill:
+    """A fill for `materialise` that makes initial values on `device`, in each parameter's dtype or
+    in that which it has in a model of `dtype`."""
     draw = initial_draw(model, seed)
 
     def fill(name: str, parameter: Tensor) -> Tensor:
+        kind = parameter.dtype if dtype is None else rest(name, dtype)
         # Not like it: to make that of a tensor without memory, PyTorch imports sympy.
-        out = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        out = torch.empty(parameter.shape, dtype=kind, device=device)
         draw(name, out)
         return out
 
@@ -240,7 +243,7 @@ def beginning(model: nn.Module) -> Iterator[tuple[str, tuple[str, Begins]]]:
     from outsize.models.adapter import Begins
 
     for path, module in model.named_modules():
-        if isinstance(module, Begins):
+        if BESIDE in f"{path}." and isinstance(module, Begins):
             yield from ((f"{path}.{leaf}", (path, module)) for leaf in module.begins)
 
 
@@ -268,14 +271,18 @@ def _names(model: Decoder) -> Iterator[str]:
 
 def _place(model: Decoder, names: set[str], fill: Fill) -> None:
     """Replace the named parameters, one at a time, everywhere they are used."""
-    slots: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            slots.setdefault(id(parameter), []).append((module, leaf))
-    for name, old in list(model.named_parameters()):
-        if name in names:
-            value = fill(name, old)
-            assert value.shape == old.shape, f"{name}: {value.shape}, not {old.shape}"
-            new = nn.Parameter(value, requires_grad=old.requires_grad)
-            for module, leaf in slots[id(old)]:
+    made: dict[int, tuple[nn.Parameter, nn.Parameter | None]] = {}  # by the old one's id: both
+    for prefix, module in model.named_modules():
+        for leaf, old in list(module.named_parameters(recurse=False)):
+            if id(old) not in made:  # under the first of the names that it has
+                name = f"{prefix}.{leaf}" if prefix else leaf
+                made[id(old)] = old, _filled(name, old, fill) if name in names else None
+            new = made[id(old)][1]
+            if new is not None:
                 module.register_parameter(leaf, new)
+
+
+def _filled(name: str, old: nn.Parameter, fill: Fill) -> nn.Parameter:
+    value = fill(name, old)
+    assert value.shape == old.shape, f"{name}: {value.shape}, not {old.shape}"
+    return nn.Parameter(value, requires_grad=old.requires_grad)
