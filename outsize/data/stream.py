@@ -123,11 +123,13 @@ class TrainStream:
         row. OutsizeError where going on would not read the rows that come next."""
         self._same("seed", cursor.seed, self.seed, "set it back")
         self._same("sequence length", cursor.sequence, self.sequence, "set it back")
-        if other and cursor.data != self.data.fingerprint:
-            self._from = (step, 0)
-            return
-        self._same("training data", cursor.data, self.data.fingerprint, "bring back the data")
-        self._from = (step, cursor.sample)
+        if not other:
+            self._same("training data", cursor.data, self.data.fingerprint, "bring back the data")
+        self._from = (step, self.goes_on(cursor))
+
+    def goes_on(self, cursor: Cursor) -> int:
+        """The row that comes next behind a cursor; the first one where that is of other data."""
+        return cursor.sample if cursor.data == self.data.fingerprint else 0
 
     @contextmanager
     def prefetch(

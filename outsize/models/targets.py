@@ -123,7 +123,8 @@ def check_rank(key: str, rank: int, name: str, one: Weighed) -> None:
     """OutsizeError for a rank that a weight cannot have."""
     if rank > (most := min(one.sizes)):
         raise OutsizeError(
-            f"{key}: {rank} is above the width {most} of {name}; expected at most {most}"
+            f"{key}: {rank} is above the width {most} of {name}; expected at most {most}, or"
+            " targets that leave it out"
         )
 
 

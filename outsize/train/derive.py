@@ -151,11 +151,11 @@ def warmup_of(steps: int) -> int:
     return min(MOST_WARMUP, round(WARMUP * steps))
 
 
-def warmup_now(then: Mapping[str, Any], steps: int) -> int | None:
+def warmup_now(then: Mapping[str, Any], steps: int | None) -> int | None:
     """The warm-up of a run that goes on, now with so many steps: as long as before where somebody
     said how long, else as it is derived. then: the values that it had."""
     before, had = then.get("learning_rate.warmup"), then.get("train.steps")
-    if not isinstance(before, int) or not isinstance(had, int):
+    if not isinstance(before, int) or not isinstance(had, int) or steps is None:
         return None
     return warmup_of(steps) if before == warmup_of(had) else before
 

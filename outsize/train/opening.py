@@ -19,6 +19,7 @@ from outsize.train.recipe import data_config, stream_of
 from outsize.train.resolve import DERIVED
 from outsize.train.setup import Setup, settled
 from outsize.train.show import bytes_table, pace, plan_table, predicted, turns_table
+from outsize.train.state import Place
 from outsize.train.timing import calibrated
 
 
@@ -51,10 +52,13 @@ class Ready:
     stream: TrainStream
 
 
-def ready_of(setup: Setup, console: Console, worker_group: WorkerGroup) -> Ready:
+def ready_of(
+    setup: Setup, console: Console, worker_group: WorkerGroup, at: Place | None = None
+) -> Ready:
+    """at: where the run is that goes on."""
     data = data_of(setup, console, worker_group)
     stream = streamed(setup, data).stream
-    setup = _long_enough(setup, stream)
+    setup = _long_enough(setup, stream, at)
     with console.status("predicting the time of a step"):
         setup = noted(setup, "rates")
         timed = calibrated(setup, stream, worker_group)
@@ -75,12 +79,14 @@ def read_length(setup: Setup, console: Console) -> Setup:
     return _long_enough(setup, streamed(setup, data_of(setup, console, WorkerGroup())).stream)
 
 
-def _long_enough(setup: Setup, stream: TrainStream) -> Setup:
+def _long_enough(setup: Setup, stream: TrainStream, at: Place | None = None) -> Setup:
     """The same with the steps of its epochs, where that is how its length is said."""
     own = setup.config.technique(epochs.KEY)
     if own is None:
         return setup
-    return replace(setup, resolved=setup.resolved.derive("train.steps", *own.steps(stream)))
+    done, sample = (0, 0) if at is None else (at.step, stream.goes_on(at.cursor))
+    steps = own.steps(stream, done, sample)
+    return replace(setup, resolved=setup.resolved.derive("train.steps", *steps))
 
 
 def _shares(setup: Setup) -> Iterator[str]:

@@ -322,6 +322,25 @@ def lengths(resolved: Resolved) -> list[str]:
     return said + [_PASSES] * (_PASSES in resolved.config.techniques)
 
 
+def length_now(recorded: Resolved, resolved: Resolved, said: Collection[str]) -> Resolved:
+    """The values of a run that goes on, with its length left open where that is of epochs and what
+    was said changes their steps. said: the keys that somebody said. OutsizeError for two lengths.
+    """
+    if _PASSES not in resolved.config.techniques:
+        return resolved
+    if "train.steps" in said:
+        if PASSES in said:
+            raise OutsizeError(
+                f"train.steps and {_PASSES} are given together; expected one of them to say how"
+                " long"
+            )
+        return resolved.without([_PASSES])
+    changed = (name for name in said if resolved.get(name) != recorded.get(name))
+    if any(name.startswith((_PASSES, "train.batch_tokens", "data.")) for name in changed):
+        return resolved.without(["train.steps"])
+    return resolved
+
+
 def _one_length(resolved: Resolved) -> Resolved:
     """The length that --set says stands for those of the file. OutsizeError for two that remain."""
     said = lengths(resolved)

@@ -15,6 +15,7 @@ from then on all run the same code. The first alone writes what there is one of.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -58,7 +59,15 @@ from outsize.train.metrics import Metrics, Unwritten, read_metrics
 from outsize.train.model import subject_of
 from outsize.train.opening import Ready, data_of, read_length, ready_of, show_plan, streamed
 from outsize.train.recipe import data_config, options_of, recipe_of
-from outsize.train.resolve import DERIVED, RUN, Resolved, apply_text, recorded_values, shown
+from outsize.train.resolve import (
+    DERIVED,
+    RUN,
+    Resolved,
+    apply_text,
+    length_now,
+    recorded_values,
+    shown,
+)
 from outsize.train.setup import Setup, set_up, settled
 from outsize.train.show import values_table
 from outsize.train.state import (
@@ -146,11 +155,9 @@ def _go_on(
         for passed in found.passed_over:
             say(console, f"passed over: {passed}")
         changed = same_run(found, resolved)
-        if place_of(found).step >= resolved.get("train.steps"):
-            say(console, _finished(found, directory))
+        if place_of(found).step >= (resolved.get("train.steps") or math.inf):
             no_pace(worker_group)
-            worker_group.told(RUN, lambda: NOTHING)
-            return 0
+            return _finished(found, directory, console, worker_group)
         model = subject_of(found, resolved)
     else:
         _refuse_lost(store, resolved)
@@ -158,7 +165,9 @@ def _go_on(
     _tell_threads(recorded, resolved, console)
     plan = None if "train.batch_tokens" in changed else from_yaml(read_text(directory / PLAN))
     setup = set_up(resolved, plan, model)
-    ready = ready_of(setup, console, worker_group)
+    ready = ready_of(setup, console, worker_group, None if found is None else place_of(found))
+    if found is not None and found.step >= ready.setup.resolved.get("train.steps"):
+        return _finished(found, directory, console, worker_group)
     for name, (then, now) in changed.items():
         say(console, f"from here on {name} is {shown(now)}, where the run had {shown(then)}")
     write_text(ready.setup.resolved.to_yaml(), directory / RUN)
@@ -221,6 +230,7 @@ def _changed(
             )
         resolved = resolved.with_value(name, value, origin)
     said = {name for name, _, _ in changes}
+    resolved = length_now(recorded, resolved, said)
     steps, now = resolved.get("train.steps"), None
     if steps != recorded.get("train.steps") and "learning_rate.warmup" not in said:
         now = warmup_now(recorded.values, steps)
@@ -245,11 +255,16 @@ def _refuse_lost(store: Checkpoints, resolved: Resolved) -> None:
         )
 
 
-def _finished(found: Checkpoint, directory: Path) -> str:
-    return (
+def _finished(
+    found: Checkpoint, directory: Path, console: Console, worker_group: WorkerGroup
+) -> int:
+    say(
+        console,
         f"the run in {directory} is finished: step {found.step} of {place_of(found).steps}; nothing"
-        " to do (--set train.steps=... goes on for longer)"
+        " to do (--set train.steps=..., or more epochs, goes on for longer)",
     )
+    worker_group.told(RUN, lambda: NOTHING)
+    return 0
 
 
 def _tell_threads(recorded: Resolved, resolved: Resolved, console: Console) -> None:

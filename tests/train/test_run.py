@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -106,6 +107,24 @@ def test_a_run_of_epochs_reads_every_row_so_often(runs) -> None:
     assert [r["step"] for r in read_metrics(run) if "loss" in r][-1] == steps
     with pytest.raises(OutsizeError, match=r"train.steps and train.epochs are given together"):
         runs.train(train__epochs="2", output=runs.home / "other")
+
+
+def test_a_run_goes_on_for_more_epochs_by_the_rows_that_are_left(runs) -> None:
+    own = {"train__evaluate_every": 0, "train__save_every": 0, "sample__tokens": 0}
+    (runs.home / "one.txt").write_text((runs.home / "text" / "0.txt").read_text())
+    own |= {"data__path": runs.home / "one.txt", "data__validation": 0}
+    printed = runs.train(train__epochs="0.5", train__steps="null", **own)
+    run = runs.home / "run"
+    every = int(re.search(r"data: .*?([\d,]+) tokens;", printed)[1].replace(",", "")) // 64
+    first = math.ceil(math.ceil(every / 2) / 4)
+    runs.resume(run, "train.epochs=1", "train.batch_tokens=128")
+    left = every - 4 * first  # rows; a step now has two
+    assert [r["step"] for r in read_metrics(run) if "loss" in r][-1] == first + math.ceil(left / 2)
+    assert "is finished" in runs.resume(run, "train.epochs=0.5")
+    with pytest.raises(OutsizeError, match=r"train.steps and train.epochs are given together"):
+        runs.resume(run, "train.epochs=2", "train.steps=999")
+    runs.resume(run, f"train.steps={first + math.ceil(left / 2) + 1}")
+    assert "train.epochs" not in recorded_values(run).config.techniques
 
 
 def test_a_run_is_a_model_to_train_on(runs) -> None:
