@@ -194,14 +194,13 @@ def machine(name: str, reached: float, tiers: Iterable[Tier]) -> Hardware:
     )
 
 
-def tier(name: str, read: float, write: float, source: str, size: int = 1 << 50) -> Tier:
-    """A tier with rates in GB/s towards the device and away from it."""
-    return Tier(
-        name,
-        size,
-        Rate(read * GIGA, "B/s", source, "2026-11-21"),
-        Rate(write * GIGA, "B/s", source, "2026-11-21"),
-    )
+def tier(
+    name: str, read: float, write: float, source: str, size: int = 1 << 50, own: float = 0.0
+) -> Tier:
+    """A tier with rates in GB/s towards the device and away from it. own: of the memory itself for
+    the host's processor, where it is known."""
+    of = (Rate(value * GIGA, "B/s", source, "2026-11-21") for value in (read, write))
+    return Tier(name, size, *of, Rate(own * GIGA, "B/s", source, "2026-11-27") if own else None)
 
 
 def computing(trace: Trace) -> float:

@@ -214,15 +214,19 @@ class Device:
 class Tier:
     """A place where bytes rest: capacity in bytes, and rates towards the device where known.
 
-    "device", "host", "disk", or a name that somebody declared, such as "cxl".
+    "device", "host", "disk", or a name that somebody declared, such as "cxl". own: of memory, B/s
+    that the host's processor reads and writes of it, which is what updates at rest take.
     """
 
     name: str
     bytes: int
     read: Rate | None = None
     write: Rate | None = None
+    own: Rate | None = None
 
     def __post_init__(self) -> None:
+        if self.own is not None:
+            _unit(f"tier {self.name}: own", self.own, "B/s")
         if not re.fullmatch(NAME, self.name):
             raise OutsizeError(f"tier {self.name!r}; expected a letter, then letters, digits, _, -")
         if self.bytes < 0:

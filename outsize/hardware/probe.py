@@ -27,7 +27,7 @@ from outsize.hardware.hardware import Device, Hardware, Link, Measured, Rate, Ti
 from outsize.texts import write_text
 
 TIERS = ("device", "host", "disk")
-FORMAT = 7  # raised when what is measured, or how, changes
+FORMAT = 8  # raised when what is measured, or how, changes
 
 
 def probe(
@@ -171,7 +171,8 @@ def _measure(
     tiers, links = [Tier("device", 0, bandwidth, bandwidth)], []
     if apart:
         to, back = measure.host_copies(target, timer, date)
-        tiers.append(Tier("host", 0, read=to, write=back))
+        own = measure.bandwidth(torch.device("cpu"), timer, date)
+        tiers.append(Tier("host", 0, read=to, write=back, own=own))
         links.append(Link("host", "device and host", min(to, back, key=lambda rate: rate.value)))
     else:
         copied = measure.copy(timer, date)

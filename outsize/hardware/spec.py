@@ -1,13 +1,15 @@
 """A cluster from one line: "128 x 8 A100-SXM-80 @ 25GB/s", "TPU-v5p 4x4x8", "this", or a file.
 
     SPEC   := [WORKERS x] this | [WORKERS x] FILE.yaml | PART (+ PART)* [@ RATE]
-    PART   := [NODES x] [DEVICES x] DEVICE | TPU AxBxC | SIZE host [RATE] | disk RATE [SIZE]
+    PART   := [NODES x] [DEVICES x] DEVICE | TPU AxBxC | TIER
               | [WORKERS x] this | [WORKERS x] FILE.yaml, of which several are unlike machines
+    TIER   := SIZE host [RATE] [memory RATE] | disk RATE [SIZE]
     RATE   := NUMBER B/s, with k, M, G, T or Ki, Mi, Gi, Ti before it; b/s counts bits
     SIZE   := NUMBER B, likewise
 
-The rate behind @ is that of one device to other nodes, in one direction. WORKERS of one machine
-share its processor and its memory, or have a device each where it has devices.
+The rate behind @ is that of one device to other nodes, in one direction; of a host the first is a
+device's link to it, that behind `memory` what its processor reads and writes there. WORKERS of one
+machine share its processor and its memory, or have a device each where it has devices.
 """
 
 from __future__ import annotations
@@ -206,10 +208,8 @@ def _part(text: str, spec: str) -> Group | Tier:
 def _tier(text: str) -> Tier | None:
     """Host memory or a disk; None for what is neither."""
     words = text.split()
-    if len(words) in (2, 3) and "host" in words[:2]:
-        said = words[1 - words.index("host")]
-        link = parse_rate(words[2], "host memory") if len(words) == 3 else None
-        return Tier("host", parse_size(said, "host memory"), link, link)
+    if "host" in words[:2]:
+        return _host(words, text)
     if words and words[0] == "disk":
         if len(words) not in (2, 3):
             raise OutsizeError(f"hardware: {text!r}; expected a rate, as 'disk 5GB/s'")
@@ -217,6 +217,20 @@ def _tier(text: str) -> Tier | None:
         size = parse_size(words[2], "disk") if len(words) == 3 else 1 << 50
         return Tier("disk", size, rate, rate)
     return None
+
+
+def _host(words: list[str], text: str) -> Tier:
+    """Host memory: of what size, behind what link, and how fast for its own processor."""
+    rest, own = words, None
+    if len(words) > 2 and words[-2] == "memory":
+        rest, own = words[:-2], parse_rate(words[-1], "rate of the host's own memory")
+    if len(rest) not in (2, 3):
+        raise OutsizeError(
+            f"hardware: {text!r}; expected as '64GiB host 25GB/s memory 100GB/s', rates where known"
+        )
+    link = parse_rate(rest[2], "host memory") if len(rest) == 3 else None
+    size = parse_size(rest[1 - rest.index("host")], "host memory")
+    return Tier("host", size, link, link, own)
 
 
 def _group(name: str, each: int, nodes: int) -> Group:

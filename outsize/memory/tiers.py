@@ -129,6 +129,23 @@ def measured(spec: TierSpec, date: str, clock: Callable[[], float] = time.perf_c
     return Tier(spec.name, spec.bytes, read, write)
 
 
+def own_rate(spec: TierSpec, date: str, clock: Callable[[], float] = time.perf_counter) -> Rate:
+    """B/s at which this host's processor reads and writes memory of a tier where it lies, as an
+    update does: a = b + s c over a third of SAMPLE each. OutsizeError where it cannot be opened."""
+    size = min(SAMPLE, spec.bytes) // 12 * 12
+    with open_stores([replace(spec, bytes=size)]) as stores:
+        store = stores[spec.name]
+        assert isinstance(store, MemoryStore)
+        a, b, c = store.view(store.reserve(size)).view(torch.float32).chunk(3)
+        spent = []
+        for _ in range(ROUNDS):
+            start = clock()
+            torch.add(b, c, alpha=3.0, out=a)
+            spent.append(clock() - start)
+        del a, b, c
+    return Rate(size / min(spent), "B/s", "probe", date, note="triad")
+
+
 def _together(rates: Sequence[Rate], folders: tuple[Path, ...]) -> Rate:
     """The rate of all folders, each taking an equal share, from the rate of each alone."""
     shares = [r.value / on for r, on in zip(rates, _on_its_disk(folders), strict=True)]

@@ -9,10 +9,11 @@ from outsize.collectives.world import LAYERS
 from outsize.hardware import Device, Hardware
 from outsize.memory import Ledger
 from outsize.memory.ledger import in_grains
-from outsize.plan import Plan
+from outsize.plan import DEVICE, Plan
 from outsize.runtime import Job
 from outsize.schedule import Action, Kind, Lane, Schedule, State, prove
 from outsize.schedule.action import WHOLE
+from outsize.schedule.kept import PARAMETERS
 from outsize.schedule.layout import Placement
 from outsize.schedule.program import Says
 from outsize.schedule.programs import evaluate, train
@@ -266,6 +267,8 @@ class Clock:
         if action.kind is Kind.UPDATE:
             whole *= network.updated(self.placement.chunks, action.stage)
             whole *= 1.0 if action.part == WHOLE else self._share(action)
+        if action.lane is Lane.HOST:
+            whole += self._handed_over(action)
         return network.together(whole, saying, beside)
 
     def _saying(self, index: int, beside: bool) -> float:
@@ -274,6 +277,18 @@ class Clock:
         nothing."""
         said = (talk for talk in self.says[index] if (talk.channel == LAYERS[True]) == beside)
         return sum(network.seconds(talk, self.hardware) for talk in said)
+
+    def _handed_over(self, action: Action) -> float:
+        """Seconds in which the weights of a part that the host has updated come to the device,
+        where that has memory of its own and they stay."""
+        chunks = self.placement.chunks
+        rest = self.placement.plan.stages[action.stage].rest
+        if rest.parameters != DEVICE or not self.hardware.devices[0].apart:
+            return 0.0
+        piece = self.placement.items.pieces[action.stage][action.part]
+        first, last = chunks.within(piece.chunk, PARAMETERS, piece.first, piece.last)
+        size = bytes_below(chunks, piece.chunk, PARAMETERS, first, last)
+        return size / rate(self.hardware, rest.optimizer, True)
 
     def _share(self, action: Action) -> float:
         """The part of its stage that an update of a part is."""
@@ -314,12 +329,13 @@ def rate(hardware: Hardware, tier: str, fetch: bool) -> float:
 
 def host_share(hardware: Hardware, tier: str) -> float:
     """How many times longer an update takes on the host than on the device, of states that rest on
-    a tier of memory: both move bytes and little else. Where the device is the host's own processor,
-    as long."""
-    device = hardware.devices[0]
+    a tier of memory: both move bytes and little else, the host at the rate of that memory, or where
+    it is not known at that of the link. Where the device is the host's own processor, as long."""
+    device, own = hardware.devices[0], hardware.tier(tier).own
     if not device.apart:
         return 1.0
-    return max(1.0, device.bandwidth.value / rate(hardware, tier, True))
+    reached = rate(hardware, tier, True) if own is None else own.value
+    return max(1.0, device.bandwidth.value / reached)
 
 
 def duration(work: Work, device: Device) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from outsize.errors import OutsizeError, counted
-from outsize.hardware import Hardware, Tier
+from outsize.hardware import Hardware, Rate, Tier
 from outsize.memory import format_bytes
 from outsize.memory.disk import staging_bytes
 from outsize.memory.store import Store
@@ -25,6 +25,7 @@ from outsize.memory.tiers import (
     measured,
     memory_tier,
     open_stores,
+    own_rate,
 )
 from outsize.plan import DEVICE, Plan
 from outsize.train.config import RunConfig
@@ -62,13 +63,16 @@ def with_tiers(hardware: Hardware, specs: tuple[TierSpec, ...], near: int = 1) -
 def _rated(hardware: Hardware, spec: TierSpec, today: str, near: int) -> Tier:
     known = next((t for t in hardware.tiers if t.name == spec.name == "host" and t.read), None)
     if known is not None:
-        return replace(known, bytes=spec.bytes)
+        return replace(known, bytes=spec.bytes, own=_shared(known.own, near))
     tier = measured(spec, today)
-    read, write = (
-        None if rate is None else replace(rate, value=rate.value / near)
-        for rate in (tier.read, tier.write)
-    )
-    return replace(tier, read=read, write=write)
+    apart = spec.medium == "memory" and hardware.devices[0].apart
+    own = own_rate(spec, today) if apart else None
+    rates = (_shared(rate, near) for rate in (tier.read, tier.write, own))
+    return Tier(tier.name, tier.bytes, *rates)
+
+
+def _shared(rate: Rate | None, near: int) -> Rate | None:
+    return None if rate is None else replace(rate, value=rate.value / near)
 
 
 def missing_tiers(plan: Plan, specs: Sequence[TierSpec]) -> frozenset[str]:

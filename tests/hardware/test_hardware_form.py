@@ -57,7 +57,8 @@ def example() -> Hardware:
         note="n",
     )
     link = Link("network", "nodes", rate(1e9, "B/s"), rate(1e-5, "s"))
-    return Hardware((device,), (Tier("device", 2**33), Tier("disk", 0)), (link,), "by hand")
+    host = Tier("host", 2**35, own=rate(8e10, "B/s"))
+    return Hardware((device,), (Tier("device", 2**33), host, Tier("disk", 0)), (link,), "by hand")
 
 
 def test_round_trip_through_yaml_and_json(tmp_path: Path) -> None:
@@ -140,8 +141,8 @@ def test_a_plan_counts_on_visible_bytes_else_on_the_lower_end() -> None:
 
 def test_tier_by_name() -> None:
     assert example().tier("disk") == Tier("disk", 0)
-    with pytest.raises(OutsizeError, match="'host'"):
-        example().tier("host")
+    with pytest.raises(OutsizeError, match="'hots'"):
+        example().tier("hots")
 
 
 def test_hardware_needs_devices_and_tiers_with_names() -> None:
@@ -150,3 +151,5 @@ def test_hardware_needs_devices_and_tiers_with_names() -> None:
     with pytest.raises(OutsizeError, match="tier 'my tier'; expected a letter"):
         Tier("my tier", 1)
     assert Tier("cxl-2", 1).name == "cxl-2"
+    with pytest.raises(OutsizeError, match=r"tier host: own is in 'FLOP/s', expected 'B/s'"):
+        Tier("host", 1, own=rate(1e9))

@@ -347,7 +347,7 @@ def test_devices_that_are_not_there(there: str, said: str, monkeypatch: pytest.M
 def test_a_real_gpu(tmp_path: Path) -> None:
     hardware = probe("cuda", cache=tmp_path)
     (device,) = hardware.devices
-    assert device.kind == "gpu"
+    assert device.kind == "gpu" and hardware.tier("host").own is not None
     assert device.peak["bf16"].value > device.peak["fp32"].value / 2 > 0
     assert [tier.name for tier in hardware.tiers] == ["device", "host", "disk"]
     assert hardware.tier("device").bytes <= device.memory_bytes

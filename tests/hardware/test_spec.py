@@ -60,6 +60,18 @@ def test_tiers_and_unlike_devices() -> None:
         mixed.hardware()
 
 
+def test_a_host_has_a_rate_of_its_link_and_one_of_its_memory() -> None:
+    """Each is said or not, the size before or after its name."""
+    for text, link, own in (
+        ("64GiB host", None, None), ("host 64GiB 25GB/s", 25e9, None),
+        ("64GiB host memory 80GB/s", None, 80e9), ("64GiB host 25GB/s memory 640Gb/s", 25e9, 80e9),
+    ):  # fmt: skip
+        (host,) = parse_spec(f"RTX-4090 + {text}").hardware().tiers[1:]
+        rates = (host.read, host.write, host.own)
+        assert [rate and rate.value for rate in rates] == [link, link, own], text
+        assert host.bytes == 64 * GIB
+
+
 def test_machines_of_files_are_unlike_where_their_rates_are(tmp_path: Path) -> None:
     made = catalogue("H100-SXM")
     device = made.devices[0]
@@ -115,6 +127,9 @@ def test_case_and_spaces_say_nothing(text: str) -> None:
         ("2 x 8 H100-SXM @ 0GB/s", "expected more than 0"),
         ("8xH100-SXM @ 25GB/s", "one machine has no rate to others"),
         ("RTX-4090 + 64 host", "host memory '64' has no unit"),
+        ("RTX-4090 + 64GiB host memory 80", "rate of the host's own memory '80' has no unit"),
+        ("RTX-4090 + 64GiB host 25GB/s 80GB/s", "expected as '64GiB host 25GB/s memory 100GB/s'"),
+        ("RTX-4090 + host memory 80GB/s", "expected as '64GiB host 25GB/s memory 100GB/s'"),
         ("RTX-4090 + disk 5", "disk '5' has no unit"),
         ("RTX-4090 + disk", "expected a rate"),
         ("64GiB host", "names no device"),

@@ -20,6 +20,7 @@ from outsize.memory.tiers import (
     measured,
     memory_tier,
     open_stores,
+    own_rate,
 )
 
 GIB = 1 << 30
@@ -197,6 +198,14 @@ def test_a_tier_in_memory_is_measured_by_using_it(two: tuple[Path, Path]) -> Non
         read=Rate(SAMPLE / 4, "B/s", "probe", "d", note=note),
         write=Rate(SAMPLE / 2, "B/s", "probe", "d", note=note),
     )
+    assert list(two[0].iterdir()) == []
+
+
+def test_a_tier_in_memory_is_read_and_written_where_it_lies(two: tuple[Path, Path]) -> None:
+    ticks = iter([0.0, 4.0, 4.0, 9.0, 9.0, 11.0])
+    size = GIB // 12 * 12
+    rate = own_rate(TierSpec("cxl", "memory", (two[0],), GIB), "d", lambda: next(ticks))
+    assert rate == Rate(min(SAMPLE // 12 * 12, size) / 2, "B/s", "probe", "d", note="triad")
     assert list(two[0].iterdir()) == []
 
 

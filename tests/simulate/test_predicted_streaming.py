@@ -16,16 +16,17 @@ from streamed import ALL, job_of, memory, model_of, resting
 from subjects import VOCAB, config_of
 
 from outsize.data import Batch
-from outsize.hardware import Rate, Tier
+from outsize.hardware import Rate, Tier, catalogue
 from outsize.memory import Ledger
 from outsize.memory.tiers import TierSpec
 from outsize.optim import SGD, AdamW
 from outsize.plan import Plan, Precision, Stream
 from outsize.plan.plan import per_segment
-from outsize.schedule import Action, Kind, State
+from outsize.schedule import Action, Kind, Lane, State
 from outsize.schedule.layout import Placement
 from outsize.schedule.residency import moved
 from outsize.search import PlanRequest, predict
+from outsize.simulate import Forecast
 
 SEQUENCE = 64
 WIDE = {"hidden_size": 64, "intermediate_size": 160}
@@ -228,3 +229,36 @@ def test_frozen_bases_pass_twice_and_are_not_written():
         job.step(batch, 1e-3)
         assert stores["disk"].bytes_written == written
         assert base < stores["disk"].bytes_read - before <= 2 * base
+
+
+@pytest.mark.parametrize("own", [None, 8e10])
+def test_updates_on_a_host_take_the_rate_of_its_own_memory(own: float | None) -> None:
+    """Of a GPU: what the device moves in an update, at the rate of the memory in which the states
+    lie (that of the link where it is not known), and the link's time for the weights."""
+    link = Rate(12e9, "B/s", "test", "2026-11-27")
+    mine = None if own is None else replace(link, value=own)
+    card = catalogue("V100-SXM2-32")
+    card = replace(card, tiers=(*card.tiers, Tier("host", 1 << 40, link, link, mine)))
+    config, plan = config_of("llama", **WIDE), plan_of("host, interleaved")
+    request = PlanRequest(
+        plan.rows, SEQUENCE, plan.precision, AdamW(), 1.0, documents=(0, SEQUENCE), tiers=TIERS
+    )
+    half, alone = (
+        predict(config, request, replace(plan, stream=Stream(host=every)), card)
+        for every in (1 << 30, 0)
+    )
+
+    def updates(made: Forecast, lane: str) -> float:
+        return sum(
+            e.end - e.start for e in made.trace.events if e.lane == lane and e.kind == Kind.UPDATE
+        )
+
+    on_host, on_device = updates(half, Lane.HOST), updates(alone, Lane.COMPUTE)
+    ends = updates(half, Lane.COMPUTE)  # states that do not rest below
+    moved = (on_device - ends) * card.devices[0].bandwidth.value
+    weights = 4 * sum(
+        table.numel
+        for chunk, table in enumerate(half.placements[0].chunks.tables)
+        if half.placements[0].chunks.tier(chunk, "optimizer") == "host"
+    )
+    assert on_host == pytest.approx(moved / (own or 12e9) + weights / 12e9, rel=1e-9)

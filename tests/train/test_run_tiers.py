@@ -15,14 +15,15 @@ from rates import known_hardware
 from run_files import DeathError, assert_same_run, files_of
 
 from outsize.errors import OutsizeError
-from outsize.hardware import Rate, Tier
+from outsize.hardware import Rate, Tier, catalogue
 from outsize.hardware.host import Memory
 from outsize.memory import Ledger
+from outsize.memory.tiers import TierSpec
 from outsize.plan import DEVICE, Rest, from_yaml
 from outsize.search import choose, predict
 from outsize.train.loop import Loop
 from outsize.train.metrics import read_metrics
-from outsize.train.tiers import named
+from outsize.train.tiers import named, with_tiers
 
 ALL = {"parameters": "disk", "gradients": "disk", "optimizer": "disk"}
 DRAWN = 200_000  # bytes at most that drawing or reading some thousand numbers takes
@@ -319,3 +320,17 @@ def test_every_tier_can_be_said_on_the_command_line(runs, spill, monkeypatch) ->
     assert lines["host_memory"][1:3] == ["256KiB", "--set"]
     assert "--set" in lines["disk"] and "--set" in lines["tiers"]
     assert lines["tiers"][1].startswith("[cxl=/")
+
+
+def test_workers_beside_a_host_share_its_own_memory(monkeypatch) -> None:
+    """And each has a link of its own; other memory is measured by using it, of GPUs alone."""
+    rate = Rate(1e9, "B/s", "test", "2026-11-27")
+    monkeypatch.setattr("outsize.train.tiers.own_rate", lambda spec, date: rate)
+    card = catalogue("H100-SXM")
+    card = replace(card, tiers=(*card.tiers, Tier("host", 1, rate, rate, rate)))
+    specs = tuple(TierSpec(name, "memory", (), 4096) for name in ("host", "cxl"))
+    half = replace(rate, value=0.5e9)
+    made = with_tiers(card, specs, 2)
+    assert made.tier("host") == Tier("host", 4096, rate, rate, half)
+    assert made.tier("cxl").own == half
+    assert with_tiers(known_hardware(), specs).tier("cxl").own is None
