@@ -74,11 +74,11 @@ def work(folder: str) -> None:
     """Of a worker that torchrun has started: `prepare`, on one device for all, then on one each;
     then `outsize train`, which ends it."""
     rank = int(os.environ["RANK"])
-    shard = slice(2 * rank, 2 * rank + 2)
+    shard = slice(4 * rank, 4 * rank + 4)
     with pytest.raises(OutsizeError) as refused:
-        prepared("strict", shard, mesh="data=4")
+        prepared("strict", shard, mesh="data=2")
     torch.accelerator.set_device_index(rank)
-    losses = prepared("strict", shard, host_memory="1MiB", mesh="data=4", zero=2)
+    losses = prepared("strict", shard, host_memory="1MiB", mesh="data=2", zero=2)
     (Path(folder) / f"{rank}.json").write_text(json.dumps([str(refused.value), losses]))
     main(["train", *_words(folder)])
 
@@ -90,13 +90,13 @@ def _words(folder: str | Path, **more: Any) -> list[str]:
 
 def _torchrun(folder: Path) -> list[Any]:
     """What `prepare` gave each worker: (a refusal, losses)."""
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     made = subprocess.run(
         [*run, "--no-python", sys.executable, "-c", WORKER, str(folder)],
-        env=environment(*ORDERS[7], devices=4), cwd=HERE, capture_output=True, text=True,
+        env=environment(*ORDERS[7], devices=2), cwd=HERE, capture_output=True, text=True,
     )  # fmt: skip
     assert made.returncode == 0, made.stdout[-2000:] + made.stderr[-2000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
 def _losses(folder: Path) -> list[float]:
@@ -104,8 +104,8 @@ def _losses(folder: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
-def test_four_devices_under_torchrun_and_going_on_with_one() -> None:
-    strict.start(*ORDERS[12], devices=4)
+def test_two_devices_under_torchrun_and_going_on_with_one() -> None:
+    strict.start(*ORDERS[12], devices=2)
     known = known_hardware()  # to measure the device anew in each process takes seconds
     keep(replace(known, devices=(replace(known.devices[0], kind="gpu"),)), "strict")
     with TemporaryDirectory() as name:

@@ -41,7 +41,7 @@ FACTORS = {
     "family": ("llama, untied", "gemma2", "gpt2", "mixtral", "deepseek_v3"),
     "mesh": (
         *(Mesh(), Mesh(3), Mesh(1, 2), Mesh(2, 2)),
-        *(Mesh(context=2), Mesh(2, context=3), Mesh(tensor=2, context=2)),
+        *(Mesh(context=3), Mesh(2, context=2), Mesh(tensor=2, context=2)),
         *(Mesh(tensor=2, expert=2), Mesh(2, expert=2)),
     ),
     "shards": ("whole", "optimizer", "gradients", "parameters"),
@@ -51,9 +51,9 @@ FACTORS = {
     "update": ("apart", "behind"),
     "sequence_parallel": (False, True),
     "split_backward": (False, True),
-    "loss_chunk": (0, 7),
-    "mlp_tile": (0, 6),
-    "sequence_chunk": (0, 6),
+    "loss_chunk": (0, 13),
+    "mlp_tile": (0, 11),
+    "sequence_chunk": (0, 8),
     "overlap": (0, 2),
     "clip": (None, 0.5),
     "dropout": (0.0, 0.2),
@@ -137,7 +137,7 @@ def drawn(draw: Random, factors: dict, fixed: dict) -> dict | None:
 def covering(factors: dict) -> list[dict]:
     """Rows that hold every possible pair: greedy, of three rows for each pair. Every process that
     collects tests finds them anew, so sets of pairs are numbers: a bit for each."""
-    draw = Random(4)
+    draw = Random(6)  # of the first sixteen the one whose rows take the least time
     pairs = (
         frozenset({(one, x), (other, y)})
         for one, other in itertools.combinations(factors, 2)
