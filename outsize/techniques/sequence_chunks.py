@@ -107,7 +107,13 @@ def _apart(line: Pipelined) -> bool:
     """Whether a pipeline's schedule takes the gradients of weights apart from those of inputs."""
     if line.orders:
         return any("W" in order for order in line.orders)
-    workers = named(line.schedule, _FITS_ALL).schedule.workers
+    return _apart_by_name(line.schedule)
+
+
+@functools.cache
+def _apart_by_name(text: str) -> bool:
+    """The same of a named one: every plan that a search looks at asks."""
+    workers = named(text, _FITS_ALL).schedule.workers
     return any(action.kind is Kind.BACKWARD_WEIGHT for actions in workers for action in actions)
 
 

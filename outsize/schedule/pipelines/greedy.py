@@ -31,7 +31,7 @@ class _Worker:
 
 
 _SLACK = 1e-9  # sums of shares such as 1 / 3
-_EVEN = Costs(1.0, 0.5, 0.5)  # a backward as long as a forward: the orders that papers draw
+_EVEN = Costs(2.0, 1.0, 1.0)  # a backward as long as a forward: the orders that papers draw
 
 
 def best_greedy(
@@ -51,12 +51,16 @@ def best_greedy(
     """
     ticks, most = costs.whole(), place.microbatches
     allowed = sorted({most, *range(held, min(most, 2 * held))}, reverse=True)
-    tries = (
-        orders
-        for rule in (ticks, _EVEN)
-        for under_way in allowed
-        if (orders := _Play(place, rule, held, under_way, paths).go()) is not None
-    )
+    tries = []
+    for rule in dict.fromkeys((ticks, _EVEN)):
+        reached = most + 1
+        for under_way in allowed:
+            if under_way >= reached:
+                continue  # the run before has not come to so many: it would be the same
+            play = _Play(place, rule, held, under_way, paths)
+            orders, reached = play.go(), play.reached
+            if orders is not None:
+                tries.append(orders)
     return min((*tries, *also), key=lambda orders: makespan(place, orders, ticks, paths))
 
 
@@ -142,6 +146,7 @@ class _Play:
         self.workers = [_Worker() for _ in range(place.workers)]
         self.events: list[tuple[float, int, int, _Ready]] = []  # when, worker, whether an end, what
         self.inside, self.left = 0, 2 * sum(map(len, self.paths))
+        self.reached = 0  # microbatches that were under way at once, at most
         first: dict[int, int] = {}
         self.rank = []
         for route in place.route:
@@ -197,6 +202,7 @@ class _Play:
         if ahead:
             worker.held += self.place.share
             self.inside += stage == self.paths[m][0]
+            self.reached = max(self.reached, self.inside)
         end = now + (self.forward if ahead else self.backward)
         heappush(self.events, (end, self.place.worker(stage, m), 1, what))
 
