@@ -107,8 +107,19 @@ def layout_said(lay: Layout) -> str:
 def resting_said(lay: Layout) -> str:
     """What rests below the device, and where."""
     at = lay.resting
-    kinds = (("weights", at.weights), ("optimizer", at.optimizer), ("activations", at.activations))
-    return ", ".join(f"{kind} on {tier}" for kind, tier in kinds if tier)
+    graded = "weights" if at.weights else "gradients" if at.gradients else "optimizer"
+    gradients = at.summed if at.layers else at.gradients  # else they are where weights are
+    kinds = (
+        ("weights", at.weights), ("gradients", gradients), ("optimizer", at.optimizer),
+        ("activations", at.activations),
+    )  # fmt: skip
+    found = []
+    for kind, tier in kinds:
+        of = f" of {at.layers} blocks" if at.layers and kind == graded else ""
+        found += [f"{kind}{of} on {tier}"] if tier else []
+    if at.host:
+        found.append(f"of {at.host} parts of an update {at.over} on the device")
+    return ", ".join(found)
 
 
 def bytes_of(held: Memory) -> dict[str, float]:

@@ -72,12 +72,38 @@ class Stack:
 
 @dataclass(frozen=True)
 class Resting:
-    """The tiers below the device on which states rest between uses; "": on the device. weights: and
-    gradients; activations: what a forward pass keeps."""
+    """The tiers below the device on which states rest between uses; "": on the device. activations:
+    what a forward pass keeps. Optimizer states go below first, then gradients (`gradients`, or
+    where weights are), then weights; layers: of how many blocks, the first ones, the last of these
+    does (0: of all, with the ends). over: of every `host` parts of an update so many go over the
+    device, the others are updated where they rest (host 0: all over the device)."""
 
     weights: str = ""
     optimizer: str = ""
     activations: str = ""
+    gradients: str = ""
+    layers: int = 0
+    host: int = 0
+    over: int = 1
+
+    @property
+    def summed(self) -> str:
+        """The tier of gradients."""
+        return self.gradients or self.weights
+
+    @property
+    def apart(self) -> float:
+        """The part of an update that is made where gradients and optimizer states rest."""
+        return 1 - self.over / self.host if self.host else 0.0
+
+    def parts(self, graded: float) -> tuple[float, float, float]:
+        """How much of weights, gradients and optimizer states is below. graded: how much of what
+        is there in part."""
+        if self.weights:
+            return graded, 1.0, 1.0
+        if self.gradients:
+            return 0.0, graded, 1.0
+        return 0.0, 0.0, graded if self.optimizer else 0.0
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from outsize.foresight.layout import Layout, Resting, stored
 from outsize.foresight.module import Module, most_live
 from outsize.foresight.shape import Shape
 from outsize.foresight.sources import KERNELS
-from outsize.foresight.step import held, layers_on
+from outsize.foresight.step import graded, held, layers_on
 from outsize.hardware.cluster import Group
 from outsize.hardware.hardware import Device
 
@@ -158,18 +158,16 @@ def _of_module(shape: Shape, module: Module, lay: Layout, place: int, reserves: 
 
 def _rested(shape: Shape, lay: Layout, whole: Memory, kept: float) -> Memory:
     """What is left on the device where some of it rests below. kept: activations that do."""
-    at, states = lay.resting, dict(whole.states)
-    if at.weights:
-        states["weights"] = states["gradients"] = 0.0
-    if at.optimizer:
-        states["optimizer"] = 0.0
+    at, part = lay.resting, graded(shape, lay)
+    below = zip(("weights", "gradients", "optimizer"), at.parts(part), strict=True)
+    states = {kind: whole.states[kind] * (1 - gone) for kind, gone in below}
     more = resting.buffers(lay, _largest(shape, lay) / lay.shards)
     activations = whole.activations
     if at.activations:  # those of the layers that are computed and fetched
         activations -= kept * max(0.0, 1 - 2 / shape.layers)
     return replace(
         whole, states=states, activations=activations, gathered=whole.gathered + more,
-        below=resting.below(whole.states, kept if at.activations else 0.0, at),
+        below=resting.below(whole.states, kept if at.activations else 0.0, at, part),
     )  # fmt: skip
 
 

@@ -15,10 +15,12 @@ from dataclasses import replace
 from outsize.foresight.layout import Layout, Resting, stored
 from outsize.hardware.cluster import Cluster
 from outsize.hardware.hardware import Tier
+from outsize.plan.interleaved import shared
 
 HOST, DISK = "host", "disk"
 LINK = 32e9  # B/s of PCIe 4.0 with 16 lanes, where nothing is said (shared/data/hardware.md)
 PART = 3 * (1 << 22)  # elements of optimizer states on the device: one part, and two on their way
+UPDATED = 48.0  # bytes that AdamW on a host reads and writes of an element, as a rehearsal counts
 MASTER = 12.0  # bytes of an element's master copy and moments, which come and go
 ROOM = 4096  # bytes of which each state in the pool takes whole multiples (memory/arrange.py)
 RESIDENT = 2  # stages whose states are there at once (outsize.plan.Stream)
@@ -39,7 +41,8 @@ def usable(cluster: Cluster) -> dict[str, Tier]:
 
 def ways(layout: Layout, cluster: Cluster) -> Iterator[Layout]:
     """A layout with its states and activations on the device, and on every tier. Runs that stream
-    are planned without a pipeline, and with all states of a worker cut alike."""
+    are planned without a pipeline, and with all states of a worker cut alike; gradients that
+    workers sum as wholes stay on the device."""
     yield layout
     names = [name for name in (HOST, DISK) if name in usable(cluster)]
     if layout.pipeline > 1 or layout.context > 1 or layout.expert > 1:
@@ -47,17 +50,38 @@ def ways(layout: Layout, cluster: Cluster) -> Iterator[Layout]:
     whole = layout.data == 1 or layout.shards == layout.data
     for kept in ("", *names[:1]):
         for i, below in enumerate(("", *names)):
-            for weights in ("", *names[:i]) if whole else ("",):
+            higher = names[:i] if whole else ()
+            for at in (
+                Resting("", below, kept),
+                *(Resting(weights, below, kept) for weights in higher),
+                *(Resting("", below, kept, gradients) for gradients in higher),
+            ):
                 if below or kept:
-                    yield replace(layout, resting=Resting(weights, below, kept))
+                    host, over = _on_host(layout, at, cluster)
+                    yield replace(layout, resting=replace(at, host=host, over=over))
 
 
-def below(states: Mapping[str, float], activations: float, at: Resting) -> dict[str, float]:
-    """Bytes of a worker by tier."""
+def _on_host(layout: Layout, at: Resting, cluster: Cluster) -> tuple[int, int]:
+    """Of how many parts of an update how many go over the device, where states and gradients are on
+    a host whose own memory has a known rate."""
+    tier = usable(cluster).get(HOST)
+    if tier is None or tier.own is None or (at.optimizer, at.summed) != (HOST, HOST):
+        return 0, 1
+    asked = replace(layout, resting=replace(at, host=0))
+    over = seconds(cluster, asked, *of_update(asked, 1.0))
+    return shared(over, _at_rest(cluster, asked, 1.0))
+
+
+def below(states: Mapping[str, float], activations: float, at: Resting, graded: float = 1.0) -> (
+    dict[str, float]
+):  # fmt: skip
+    """Bytes of a worker by tier. graded: how much is there of what rests below in part."""
     found = dict[str, float]()
+    weights, gradients, optimizer = at.parts(graded)
     for tier, held in (
-        (at.weights, states["weights"] + states["gradients"]),
-        (at.optimizer, states["optimizer"]),
+        (at.weights, weights * states["weights"]),
+        (at.summed, gradients * states["gradients"]),
+        (at.optimizer, optimizer * states["optimizer"]),
         (at.activations, activations),
     ):
         if tier:
@@ -76,7 +100,9 @@ def buffers(layout: Layout, largest: float) -> float:
     stage."""
     at, found = layout.resting, 0.0
     if at.weights:
-        found += RESIDENT * largest * (stored(layout) + layout.stack.gradients)
+        found += RESIDENT * largest * stored(layout)
+    if at.summed:
+        found += RESIDENT * largest * layout.stack.gradients
     if at.optimizer:
         found += PART * MASTER
     return found
@@ -94,29 +120,32 @@ def seconds(cluster: Cluster, layout: Layout, comes: Mapping[str, float],
     return total
 
 
-def of_pass(layout: Layout, parameters: float, activations: float, back: bool) -> tuple[
-    dict[str, float], dict[str, float]
-]:  # fmt: skip
+def of_pass(
+    layout: Layout, parameters: float, activations: float, back: bool, graded: float = 1.0
+) -> tuple[dict[str, float], dict[str, float]]:
     """(bytes that come, that go) for a microbatch's forward or backward pass. parameters: of a
     worker, as they rest."""
     at = layout.resting
     comes, goes = dict[str, float](), dict[str, float]()
+    weights, gradients, _ = at.parts(graded)
     if at.weights:
-        gradients = layout.stack.gradients * parameters if back else 0.0
-        comes[at.weights] = stored(layout) * parameters
-        comes[at.weights] += gradients if layout.microbatches > 1 else 0.0
-        goes[at.weights] = gradients
+        comes[at.weights] = weights * stored(layout) * parameters
+    if at.summed:
+        gone = gradients * layout.stack.gradients * parameters if back else 0.0
+        comes[at.summed] = comes.get(at.summed, 0.0) + (gone if layout.microbatches > 1 else 0.0)
+        goes[at.summed] = gone
     if at.activations:
         moved = comes if back else goes
         moved[at.activations] = moved.get(at.activations, 0.0) + activations
     return comes, goes
 
 
-def of_microbatch(layout: Layout, parameters: float, activations: float) -> tuple[
-    dict[str, float], dict[str, float]
-]:  # fmt: skip
+def of_microbatch(
+    layout: Layout, parameters: float, activations: float, graded: float = 1.0
+) -> tuple[dict[str, float], dict[str, float]]:
     """The same for both passes."""
-    one, other = (of_pass(layout, parameters, activations, back) for back in (False, True))
+    passes = (of_pass(layout, parameters, activations, back, graded) for back in (False, True))
+    one, other = passes
     tiers = sorted({name for each in (*one, *other) for name in each})
     comes, goes = (
         {name: first.get(name, 0.0) + second.get(name, 0.0) for name in tiers}
@@ -125,13 +154,52 @@ def of_microbatch(layout: Layout, parameters: float, activations: float) -> tupl
     return comes, goes
 
 
-def of_update(layout: Layout, parameters: float) -> tuple[dict[str, float], dict[str, float]]:
-    """The same for a step's update. parameters: of which a worker updates the states."""
+def of_update(
+    layout: Layout, parameters: float, graded: float = 1.0
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The same for what of a step's update the device makes. parameters: of which a worker updates
+    the states."""
     at = layout.resting
+    weights, gradients, optimizer = at.parts(graded)
+    here = optimizer - both(at, graded) * at.apart
     comes, goes = dict[str, float](), dict[str, float]()
     if at.optimizer:
-        comes[at.optimizer] = goes[at.optimizer] = MASTER * parameters
+        comes[at.optimizer] = goes[at.optimizer] = MASTER * parameters * here
+    if at.summed:
+        each = layout.stack.gradients * parameters
+        comes[at.summed] = comes.get(at.summed, 0.0) + each * min(gradients, here)
     if at.weights:
-        comes[at.weights] = comes.get(at.weights, 0.0) + layout.stack.gradients * parameters
-        goes[at.weights] = goes.get(at.weights, 0.0) + stored(layout) * parameters
+        each = stored(layout) * parameters
+        goes[at.weights] = goes.get(at.weights, 0.0) + each * min(weights, here)
     return comes, goes
+
+
+def updating(cluster: Cluster, layout: Layout, parameters: float, graded: float = 1.0) -> float:
+    """Seconds of an update's bytes on the way, or of the host for its own parts beside them."""
+    over = seconds(cluster, layout, *of_update(layout, parameters, graded))
+    return max(over, at_rest(cluster, layout, parameters, graded))
+
+
+def at_rest(cluster: Cluster, layout: Layout, parameters: float, graded: float = 1.0) -> float:
+    """Seconds in which the host updates its parts of an update."""
+    at = layout.resting
+    if not at.host:
+        return 0.0
+    return _at_rest(cluster, layout, parameters * both(at, graded) * at.apart)
+
+
+def both(at: Resting, graded: float) -> float:
+    """Of how much of a worker's parameters gradients and optimizer states are below."""
+    return min(at.parts(graded)[1:])
+
+
+def _at_rest(cluster: Cluster, layout: Layout, parameters: float) -> float:
+    """Of so many parameters: the memory of a machine is that of all its devices; weights that stay
+    on the device come to it after that."""
+    host = usable(cluster)[HOST]
+    assert host.own is not None
+    near = min(layout.devices, cluster.groups[0].node)
+    spent = near * UPDATED * parameters / host.own.value
+    if layout.resting.weights:
+        return spent
+    return spent + seconds(cluster, layout, {HOST: stored(layout) * parameters}, {})

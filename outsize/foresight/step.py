@@ -263,10 +263,22 @@ def _moved_below(cluster: Cluster, work: Work, stage: Lanes, end: dict[str, floa
 
     shape, lay = work.shape, work.layout
     mine, kept = sum(held(shape, lay)) / lay.shards, kept_by(shape, lay, shape.layers)
-    stage["moved"] += resting.seconds(cluster, lay, *resting.of_microbatch(lay, mine, kept))
+    part = graded(shape, lay)
+    stage["moved"] += resting.seconds(cluster, lay, *resting.of_microbatch(lay, mine, kept, part))
     updated = sum(held(shape, lay)) / max(lay.states, lay.shards)
-    moved = resting.seconds(cluster, lay, *resting.of_update(lay, updated))
+    end["update"] *= 1 - resting.both(lay.resting, part) * lay.resting.apart
+    moved = resting.updating(cluster, lay, updated, part)
     end["update"] = together(end["update"], moved)
+
+
+def graded(shape: Shape, lay: Layout) -> float:
+    """How much of a worker's parameters the blocks have of which states rest below in part."""
+    if not lay.resting.layers:
+        return 1.0
+    plain, experts = held(shape, lay)
+    ends = shape.of_vocabulary / (lay.tensor if lay.stack.vocabulary_cut else 1)
+    blocks = plain + experts - ends * (1 if shape.tied else 2)
+    return blocks / (plain + experts) * lay.resting.layers / shape.layers
 
 
 def _summed(mine: float, size: int, stride: int, work: Work) -> float:

@@ -19,6 +19,7 @@ from outsize.errors import OutsizeError, counted
 from outsize.memory import format_bytes
 from outsize.memory.tiers import TierSpec
 from outsize.plan import DEVICE, Plan, Rest, Stream
+from outsize.plan.interleaved import shared
 from outsize.plan.plan import PART
 from outsize.schedule.kept import GRADIENTS, PARAMETERS
 from outsize.search.pipeline_cuts import composed
@@ -30,7 +31,6 @@ from outsize.search.tiers import (
     Passing,
     States,
     moved,
-    shared,
     states,
 )
 from outsize.search.variants import Predicts, Variant, variant_of, variants

@@ -199,10 +199,13 @@ def seconds_of(job: Job, hardware: Hardware, action: Action, cost: ActionCost | 
         return 0.0
     if action.kind is Kind.COPY:
         return copying(action, hardware)
+    placement, rest = job.placement, job.plan.stages[action.stage].rest
     if action.lane is not Lane.COMPUTE:
         if action.kind not in (Kind.FETCH, Kind.EVICT):
             return 0.0
-        placement, fetch = job.placement, action.kind is Kind.FETCH
+        fetch = action.kind is Kind.FETCH
+        if action.state is State.ACTIVATIONS:
+            return cost.moves / rate(hardware, rest.activations, fetch)
         return sum(
             span.bytes / rate(hardware, placement.chunks.tier(span.chunk, span.what), fetch)
             for span in placement.items.moved(moved(action), fetch)

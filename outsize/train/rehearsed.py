@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outsize.hardware import Hardware
-from outsize.plan import Plan
+from outsize.hardware.probe import probe
+from outsize.memory.tiers import TierSpec
+from outsize.plan import DEVICE, DISK, Plan
 from outsize.search import played
 from outsize.simulate import Forecast
 from outsize.train.planned import KEY, with_plan
@@ -47,7 +49,8 @@ def rehearsed(path: Path, model: str | None, hardware: Hardware | None) -> Rehea
     another model."""
     said = as_sets({KEY: str(path), "model.name": model, "model.weights": "random"})
     resolved = over_workers(with_plan(resolve(None, said)))
-    setup = set_up(resolved, fit=False, hardware=hardware)
+    machine = probe() if hardware is None else hardware
+    setup = set_up(resolved, fit=False, hardware=machine, tiers=_below(machine))
     device = setup.hardware.devices[0]
     request = replace(
         request_of(setup.resolved, setup.tiers), apart=device.apart, grain=device.grain
@@ -59,6 +62,17 @@ def rehearsed(path: Path, model: str | None, hardware: Hardware | None) -> Rehea
     pairs = zip(_ranks(setup.forecast), _ranks(whole), strict=True)
     workers = tuple(Worker(one[0], one[1], one[2], other[2], other[3]) for one, other in pairs)
     return Rehearsed(setup.plan, workers, setup.forecast.seconds, few.microbatches)
+
+
+def _below(hardware: Hardware) -> tuple[TierSpec, ...]:
+    """The tiers that a machine has, as a run declares them; nothing is opened."""
+    return tuple(
+        TierSpec(tier.name, "disk", (Path("."),), tier.bytes)
+        if tier.name == DISK
+        else TierSpec(tier.name, "memory", (), tier.bytes)
+        for tier in hardware.tiers
+        if tier.name != DEVICE and tier.bytes
+    )
 
 
 def _fewer(plan: Plan) -> Plan:

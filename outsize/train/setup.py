@@ -96,14 +96,15 @@ def set_up(
     hardware: Hardware | None = None,
     exact: bool = False,
     seen: bool = False,
+    tiers: tuple[TierSpec, ...] | None = None,
 ) -> Setup:
     """Fill in what the plan needs, choose the plan (unless given) and predict it.
 
     model: where it is known already. fit: refuse what does not fit in the memory that is free.
-    hardware: as the setup of the first worker has it; this machine is probed where none is given.
-    exact: the plan is taken as it is, or refused; else one that gives the same numbers is taken
-    where it does not fit. seen: the first worker has seen to the layouts of this plan over this
-    model. Sets PyTorch's number of threads. OutsizeError for whatever makes the run impossible.
+    hardware: as the first worker has it, else this machine, probed. tiers: else as keys declare
+    them. exact: the plan is taken as it is, or refused; else another with the same numbers where it
+    does not fit. seen: the first worker has seen to the layouts of this plan over this model. Sets
+    PyTorch's number of threads. OutsizeError for whatever makes the run impossible.
     """
     resolved = derive.threads(resolved)
     torch.set_num_threads(resolved.get("threads"))
@@ -111,7 +112,7 @@ def set_up(
     if model is None:
         resolved, model = subject(derive.source(resolved))
     count = near(resolved.config)
-    specs = declared(resolved.config, count)
+    specs = declared(resolved.config, count) if tiers is None else tiers
     if hardware is None:
         hardware = probe(None if resolved.get("device") == "auto" else resolved.get("device"))
         hardware = shared(with_tiers(hardware, specs, count), count)

@@ -20,7 +20,10 @@ from outsize.foresight.planning.written import plan_of
 from outsize.foresight.resting import MASTER, ways
 from outsize.foresight.step import held, terms, together
 from outsize.hardware import parse_spec
-from outsize.plan.file import read_plan
+from outsize.models.families import parse
+from outsize.models.presets import PRESETS
+from outsize.plan.file import read_plan, write_plan
+from outsize.train.planned import file_of
 
 LLAMA = shape_of("llama3-8b")
 CARD = "RTX-4090 + 64GiB host 20GB/s + disk 5GB/s 4TiB"
@@ -112,3 +115,74 @@ def test_the_answer_says_where_states_rest_and_writes_it(tmp_path: Path) -> None
     assert best["resting"]["optimizer"] == "disk" and best["bytes_below"]["disk"] > 80 << 30
     rest = read_plan(path).plan.stages[3].rest
     assert (rest.parameters, rest.gradients, rest.optimizer) == ("host", "host", "disk")
+
+
+@pytest.mark.parametrize(
+    "at", [Resting("", "host"), Resting("", "host", "", "host"), Resting("host", "host")]
+)
+def test_what_rests_in_part_is_what_the_first_blocks_have(at: Resting) -> None:
+    """Optimizer states first, then gradients, then weights; the plan has it stage by stage, and no
+    byte is in two places or none."""
+    whole, some = memory(LLAMA, ONE), replace(ONE, resting=replace(at, layers=8))
+    mine, ends = sum(held(LLAMA, ONE)), 2 * LLAMA.of_vocabulary
+    part = (mine - ends) * 8 / LLAMA.layers
+    wanted = 12 * (mine if at.weights or at.gradients else part)
+    wanted += 4 * (mine if at.weights else part if at.gradients else 0)
+    wanted += 2 * part if at.weights else 0
+    made = memory(LLAMA, some)
+    assert made.below == pytest.approx({"host": wanted})
+    assert sum(made.states.values()) == pytest.approx(sum(whole.states.values()) - wanted)
+    plan = plan_of(shape_of("llama3-8b"), some)
+    last = {"weights": "parameters", "gradients": "gradients"}
+    kind = last["weights" if at.weights else "gradients"] if at.summed else "optimizer"
+    rests = [getattr(stage.rest, kind) for stage in plan.stages]
+    assert rests == ["device", *["host"] * 8, *["device"] * (LLAMA.layers - 7)]
+
+
+def test_only_what_must_rests_below() -> None:
+    """Of as few blocks as the device lacks room for, so that a host too small for all states has a
+    plan; one block fewer does not fit."""
+    small, asked = shape_of("llama-1.1b"), Asked(1024, 8, memory=14 << 30)
+    assert not choose(small, asked, parse_spec("RTX-4090 + 4GiB host"), 1).plans
+    plan = choose(small, asked, parse_spec("RTX-4090 + 12GiB host 25GB/s"), 1).plans[0]
+    lay, at = plan.layout, plan.layout.resting
+    assert 0 < at.layers < small.layers and plan.memory.process <= plan.room
+    fewer = replace(lay, resting=replace(at, layers=at.layers - 1))
+    assert memory(small, fewer).process > plan.room
+    assert 18 * sum(held(small, lay)) - sum(plan.memory.states.values()) < 12 << 30
+
+
+def test_a_host_updates_beside_the_device_where_its_memory_is_known() -> None:
+    """One part in so many goes over the link meanwhile; the plan says how many."""
+    shape, spec = shape_of("llama-1.1b"), "RTX-4090 + 64GiB host 25GB/s"
+    at = Resting("host", "host")
+    lay = Layout(1, 2, 8, 1024, STACK, resting=replace(at, host=2))
+    alone = replace(lay, resting=at)
+    cluster = parse_spec(f"{spec} memory 60GB/s")
+    mine = sum(held(shape, lay))
+    device = terms(shape, replace(lay, resting=Resting()), cluster).end["update"]
+    over, host = (12 + 4) * mine / 2 / 25e9, 48 * mine / 2 / 60e9
+    both = terms(shape, lay, cluster).end["update"]
+    assert both == pytest.approx(together(device / 2, max(over, host)))
+    assert both < terms(shape, alone, cluster).end["update"]
+    assert plan_of(shape, lay).stream.host == 2 and plan_of(shape, alone).stream.host == 0
+    # Nanoseconds of an element: 16 B / 25 GB/s = 0.64 over the link, 48 B / 60 GB/s = 0.8 at rest,
+    # 0.88 where its weight comes to the device behind it: 5 x 0.64 = 4 x 0.8, 33 x 0.64 = 24 x 0.88.
+    shares = {(one.resting.host, one.resting.over) for one in ways(alone, cluster)}
+    assert shares == {(0, 1), (9, 5), (57, 33)}
+    assert {one.resting.host for one in ways(alone, parse_spec(spec))} == {0}
+
+
+def test_a_plan_with_tiers_is_rehearsed_on_what_is_described(tmp_path: Path) -> None:
+    """Activations below too; played and composed agree."""
+    path, spec = tmp_path / "plan.yaml", "RTX-4090 + 1GiB host 25GB/s memory 60GB/s"
+    shape = shape_of("tiny")
+    at = Resting("host", "host", "host")
+    lay = Layout(1, 2, 8, 64, STACK, resting=at)
+    write_plan(path, file_of(plan_of(shape, lay), "tiny", parse(PRESETS["tiny"])))
+    said = CliRunner().invoke(
+        main, ["rehearse", str(path), "--model", "tiny", "--hardware", spec, "--json"]
+    )
+    assert said.exit_code == 0, said.output
+    (worker,) = json.loads(said.output)["workers"]
+    assert worker["played"] == pytest.approx(worker["foretold"], rel=0.01)

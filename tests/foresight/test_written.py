@@ -15,9 +15,10 @@ from outsize.cli.main import main
 from outsize.collectives import parse_mesh
 from outsize.errors import OutsizeError
 from outsize.foresight.layout import Layout, Resting
+from outsize.foresight.memory import memory
 from outsize.foresight.named import shape_of
 from outsize.foresight.planning.asked import Asked, Conditions, conditions
-from outsize.foresight.planning.choose import choose
+from outsize.foresight.planning.choose import choose, forecast
 from outsize.foresight.planning.drawn import drawn
 from outsize.foresight.planning.layouts import STACK
 from outsize.foresight.planning.written import mesh_said, plan_of
@@ -141,7 +142,8 @@ def test_what_passes_a_link_is_drawn_beside_the_passes() -> None:
     shape, cluster = shape_of("llama3-8b"), parse_spec("RTX-4090 + 256GiB host 32GB/s")
     fixed = Conditions(conditions(("recompute=full", "rows=2"), "--require"))
     plan = choose(shape, Asked(4096, 16, conditions=fixed), cluster, 1).plans[0]
-    assert plan.layout.resting == Resting("host", "host", "")
+    lay = replace(plan.layout, resting=Resting("host", "host"))
+    plan = forecast(shape, [lay], cluster, [memory(shape, lay)], plan.room)[0]
     trace = drawn(shape, cluster, plan)
     parameters = sum(held(shape, plan.layout))
     each = plan.layout.microbatches

@@ -17,6 +17,7 @@ from outsize.models.families import parse
 from outsize.models.presets import PRESETS
 from outsize.optim import AdamW
 from outsize.plan import DEVICE, Plan, Precision, Rest, Stream
+from outsize.plan.interleaved import shared
 from outsize.plan.plan import per_segment
 from outsize.search import PlanRequest, choose, forecaster_of, predict
 from outsize.search.offload import choose_offloaded
@@ -30,7 +31,6 @@ from outsize.search.tiers import (
     moved,
     placed,
     pool_bytes,
-    shared,
     states,
 )
 from outsize.search.tradeoffs import tradeoffs

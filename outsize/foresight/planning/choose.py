@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
 from outsize.errors import OutsizeError
-from outsize.foresight import resting
 from outsize.foresight.constants import Array, Batch, Model, batch_of, tags
 from outsize.foresight.conventions import COUNTS
 from outsize.foresight.fitted import fitted
@@ -27,13 +26,14 @@ from outsize.foresight.layout import Layout
 from outsize.foresight.memory import Memory, reserves
 from outsize.foresight.network import Network
 from outsize.foresight.planning.asked import Asked, Objective
+from outsize.foresight.planning.filled import filled
 from outsize.foresight.planning.known import Known
-from outsize.foresight.planning.layouts import CHUNKS, Cell, cells, norms, variants
+from outsize.foresight.planning.layouts import CHUNKS, Cell, cells, norms
 from outsize.foresight.planning.placement import Order, best_order
 from outsize.foresight.score import published
 from outsize.foresight.shape import Shape
 from outsize.foresight.sources import Roofline
-from outsize.foresight.step import Terms, layers_of, terms
+from outsize.foresight.step import Terms, terms
 from outsize.hardware.cluster import Cluster
 from outsize.hardware.resize import resized
 
@@ -118,7 +118,7 @@ class _Search:
         """Take up what fits of a cell."""
         room = room_of(self.asked, cell.cluster)
         made, held = [], []
-        for layout, each in _filled(self.known, self.asked, cell, room):
+        for layout, each in filled(self.known, self.asked, cell, room):
             self.counted += 1
             if self.least is None or each.process < self.least[0]:
                 self.least = each.process, layout, cell
@@ -228,43 +228,6 @@ def room_of(asked: Asked, cluster: Cluster) -> int:
     if asked.memory is not None:
         return min(asked.memory, has)
     return int(has * (1 - reserves(device).doubt))
-
-
-def _filled(known: Known, asked: Asked, cell: Cell, room: int) -> list[tuple[Layout, Memory]]:
-    """Variants with their bytes, whose tiers have room for what rests there; between nothing and
-    everything recomputed, as few layers as fit: blocks are equal, so that which ones they are makes
-    no difference."""
-    found = []
-    allow = asked.conditions.allow
-    plain = True  # whether the variant before, with nothing recomputed, fits
-
-    def fits(layout: Layout) -> bool:
-        held = known.memory(layout)
-        return held.process <= room and resting.hold(cell.cluster, layout, held.below)
-
-    for layout in variants(known.shape, asked, cell):
-        if layout.recompute == "none":
-            plain = fits(layout)
-        elif allow("recompute", "part") and not plain and fits(layout):
-            part = _part(known.shape, replace(layout, recompute="none"), fits)
-            found += [(each, known.memory(each)) for each in part]
-        held = known.memory(layout)
-        if allow("recompute", layout.recompute) and resting.hold(cell.cluster, layout, held.below):
-            found.append((layout, held))
-    return found
-
-
-def _part(shape: Shape, layout: Layout, fits: Callable[[Layout], bool]) -> list[Layout]:
-    """With the fewest layers of a stage recomputed that let it fit; none where it takes all."""
-    low, most = 1, int(layers_of(shape.layers, layout.pipeline)[0])
-    high = most
-    while low < high:
-        middle = (low + high) // 2
-        if fits(replace(layout, whole=middle)):
-            high = middle
-        else:
-            low = middle + 1
-    return [replace(layout, whole=low)] if low < most else []
 
 
 def _bounds(known: Known, asked: Asked, every: Sequence[Cell]) -> Array:

@@ -17,7 +17,7 @@ from outsize.foresight.layout import Layout
 from outsize.foresight.memory import Memory, kept_by, workers
 from outsize.foresight.planning.choose import Planned, Priced, placed
 from outsize.foresight.shape import Shape
-from outsize.foresight.step import beat, combine, held, terms
+from outsize.foresight.step import beat, combine, graded, held, terms
 from outsize.hardware.cluster import Cluster
 from outsize.schedule import Kind, Lane
 from outsize.schedule.pipelines import Costs, make
@@ -98,9 +98,14 @@ class _Beside:
         """Of one action of that kind."""
         lay, mine = self.layout, sum(held(self.shape, self.layout))
         if kind is Kind.UPDATE:
-            return self._moved(*resting.of_update(lay, mine / max(lay.states, lay.shards)))
+            each, part = mine / max(lay.states, lay.shards), graded(self.shape, lay)
+            at_rest = resting.at_rest(self.cluster, lay, each, part)
+            made = {(Lane.HOST, Kind.UPDATE): at_rest} if at_rest else {}
+            return {**made, **self._moved(*resting.of_update(lay, each, part))}
         kept, back = kept_by(self.shape, lay, self.shape.layers), kind is Kind.BACKWARD
-        moved = self._moved(*resting.of_pass(lay, mine / lay.shards, kept, back))
+        moved = self._moved(
+            *resting.of_pass(lay, mine / lay.shards, kept, back, graded(self.shape, lay))
+        )
         part = 1 - FORWARD if back else FORWARD
         return {(Lane.NETWORK, Kind.GATHER): self.gathers * part, **moved}
 

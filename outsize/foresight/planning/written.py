@@ -9,7 +9,7 @@ from outsize.foresight.layout import Layout
 from outsize.foresight.module import blocks_of
 from outsize.foresight.planning.asked import value_of
 from outsize.foresight.shape import Shape
-from outsize.plan import Pipelined, Plan, Precision, Rest, Sharding, Stage
+from outsize.plan import Pipelined, Plan, Precision, Rest, Sharding, Stage, Stream
 from outsize.plan.plan import DEVICE
 
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # as plans call them
@@ -52,6 +52,7 @@ def plan_of(
         sequence_parallel=lay.sequence_parallel,
         pipeline=Pipelined(chunks, _cuts(blocks)) if lay.pipeline > 1 else Pipelined(),
         row_shares=shares,
+        stream=Stream(host=lay.resting.host, over=lay.resting.over),
     )
 
 
@@ -83,7 +84,18 @@ def _stages(layers: int, lay: Layout, blocks: tuple[int, ...]) -> tuple[Stage, .
         left[place] -= taken
         again.update(range(first, first + taken))
         first += count
+    return tuple(
+        Stage(i, i + 1, ("block",) if i in again else (), _rest(lay, 0 < i <= lay.resting.layers))
+        for i in range(layers + 2)
+    )
+
+
+def _rest(lay: Layout, first: bool) -> Rest:
+    """Of a stage. first: whether it is one of those that have below what is there in part."""
     at = lay.resting
-    tiers = at.weights, at.weights, at.optimizer, at.activations
-    rest = Rest(*(tier or DEVICE for tier in tiers))
-    return tuple(Stage(i, i + 1, ("block",) if i in again else (), rest) for i in range(layers + 2))
+    below = at.parts(1.0 if first or not at.layers else 0.0)
+    tiers = (
+        tier if part else ""
+        for tier, part in zip((at.weights, at.summed, at.optimizer), below, strict=True)
+    )
+    return Rest(*(tier or DEVICE for tier in (*tiers, at.activations)))
