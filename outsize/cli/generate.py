@@ -17,7 +17,9 @@ from outsize.cli.command import Drawing, Light, adapted, adapters_of, drawing
 if TYPE_CHECKING:
     import torch
 
+    from outsize.cli.prompts import Prompts
     from outsize.data import Tokenizer
+    from outsize.data.chats import Asked
     from outsize.decode.samplers import Sampling
     from outsize.launch.heartbeat import Heartbeat
     from outsize.models.config import DecoderConfig
@@ -32,13 +34,13 @@ if TYPE_CHECKING:
     "--prompts",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="A prompt a line, or records with prompt or messages (.jsonl, .json, .csv, .parquet); one"
-    " line of JSON is printed for each.",
+    help="A prompt a line, or records with a prompt, or chats, which are answered anew at their end"
+    " (.jsonl, .json, .csv, .parquet); one line of JSON is printed for each.",
 )
 @click.option(
     "--template",
-    default="own",
-    help="Of prompts that are messages: the model's own, a file of Jinja, or chatml, llama3, ...",
+    help="What writes prompts as a user's question: own (the model's), a Jinja file, chatml, ...;"
+    " left out, texts are read as they stand, and chats are written by the model's own.",
 )
 @drawing
 @adapted
@@ -95,7 +97,7 @@ def generate(
     directory: Path,
     prompt: str,
     prompts: Path | None,
-    template: str,
+    template: str | None,
     drawn: Drawing,
     seed: int,
     stop: tuple[str, ...],
@@ -151,35 +153,10 @@ def generate(
         wanted.go(model, text, partial(click.echo, nl=False))
 
 
-Listed = list[str | list[dict[str, Any]]]
+def _listed(path: Path) -> Prompts:
+    from outsize.cli.prompts import listed
 
-
-def _listed(path: Path) -> Listed:
-    """The prompts of a file. OutsizeError, naming the line, for one that is none."""
-    from outsize.data.files import find_files
-    from outsize.data.records import BadRecordError, records
-    from outsize.decode.text import check_prompt
-    from outsize.errors import OutsizeError
-    from outsize.texts import read_text
-
-    (file,) = find_files((str(path),)).files if path.is_file() else (None,)
-    if file is None:
-        raise OutsizeError(f"--prompts {path} is no file; expected prompts, a line each")
-    found: Listed = []
-    if file.kind == "text":
-        found += [line for line in read_text(path).splitlines() if line.strip()]
-    for where, record in records(file, lambda count: None) if file.kind != "text" else ():
-        own = record if isinstance(record, dict) else {}
-        said = own.get("messages", own.get("prompt"))
-        if isinstance(record, BadRecordError) or not isinstance(said, str | list) or not said:
-            raise OutsizeError(f"{where}: expected a record with a text prompt, or messages")
-        found.append(said)
-    for one in found:
-        if isinstance(one, str):
-            check_prompt(one)
-    if not found:
-        raise OutsizeError(f"--prompts {path} has no prompt in it")
-    return found
+    return listed(path)
 
 
 @dataclass(frozen=True)
@@ -196,12 +173,12 @@ class _Mesh:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What is generated, whatever the model lies on. listed: prompts of a file, as texts or as
-    lists of messages."""
+    """What is generated, whatever the model lies on. listed: prompts of a file. template: what
+    writes texts, too; None: nothing."""
 
     prompt: str
-    listed: Listed | None
-    template: str
+    listed: Prompts | None
+    template: str | None
     max_tokens: int
     sampling: Sampling
     stop: tuple[str, ...]
@@ -217,50 +194,79 @@ class _Wanted:
     ) -> None:
         """Generate; on_text None: another worker says it."""
         model.counts = self.timing
+        if on_text is not None:
+            self._advise(model)
         if self.listed is not None:
             self._all(model, text, self.listed, on_text)
             return
-        own = (self.prompt, self.max_tokens, self.sampling, self.stop, text)
-        if on_text is None:
-            model.generate(*own)
-            return
-        model.generate(*own, on_text, self._ready)
-        click.echo()
-        if self.timing:
-            click.echo(model.timing, err=True)
+        said = self._said(model, text)
+        said(self.prompt, on_text, self._ready if on_text is not None else None)
+        if on_text is not None:
+            click.echo()
+            if self.timing:
+                click.echo(model.timing, err=True)
+
+    def _said(self, model: Model, text: Tokenizer) -> Callable[..., str]:
+        """What goes on from a prompt, or answers it; gives the new text."""
+        own = (self.max_tokens, self.sampling, self.stop)
+
+        def goes_on(one: str, *told: Any) -> str:
+            said = model.generate(one, *own, text, *told)
+            assert isinstance(said, str)
+            return said
+
+        if self.template is None and all(isinstance(one, str) for one in self.listed or ()):
+            return goes_on
+        from outsize.cli.chat import template_in
+        from outsize.cli.prompts import question
+        from outsize.serve.talk import Talk
+
+        assert model.origin is not None
+        template = template_in(model.origin, text, self.tokenizer, self.template or "own")
+        talk = Talk(model, text, template)
+
+        def answers(one: str | Asked, *told: Any) -> str:
+            if isinstance(one, str) and self.template is None:
+                return goes_on(one, *told)
+            asked = question(one) if isinstance(one, str) else one
+            return talk.answer(asked, *own, *told)
+
+        return answers
 
     def _all(
         self,
         model: Model,
         text: Tokenizer,
-        listed: Listed,
+        listed: Prompts,
         on_text: Callable[[str], None] | None,
     ) -> None:
         """One after another, the answer to each with it as a line of JSON."""
-        from outsize.cli.chat import template_in
-        from outsize.serve.talk import Talk
-
-        talk = None
-        if any(isinstance(one, list) for one in listed):
-            assert model.origin is not None
-            talk = Talk(model, text, template_in(model.origin, text, self.tokenizer, self.template))
+        goes_on = self._said(model, text)
         for one in listed:
-            if isinstance(one, str):
-                name, said = (
-                    "prompt",
-                    model.generate(one, self.max_tokens, self.sampling, self.stop, text),
-                )
-            else:
-                assert talk is not None
-                name, said = "messages", talk.answer(one, self.max_tokens, self.sampling)
+            what = {"prompt": one} if isinstance(one, str) else {"messages": one.messages}
+            said = goes_on(one)
             if on_text is not None:
-                on_text(json.dumps({name: one, "text": said}, ensure_ascii=False) + "\n")
+                on_text(json.dumps({**what, "text": said}, ensure_ascii=False) + "\n")
+
+    def _advise(self, model: Model) -> None:
+        """Say where texts are read otherwise than the model's run read them."""
+        texts = [self.prompt] if self.listed is None else self.listed
+        if self.template is not None or not any(isinstance(one, str) for one in texts):
+            return
+        from outsize.cli.prompts import trained_on_chats
+
+        if model.origin is not None and trained_on_chats(model.origin):
+            click.echo(
+                "prompts are read as they stand, and this model was trained on chats: --template"
+                " own writes them so",
+                err=True,
+            )
 
     def _ready(self, plan: str) -> None:
         """Say before the first token the plan, if there is one, and the prompt."""
         if plan:
             click.echo(plan, err=True)
-        if self.echo:
+        if self.echo and self.template is None:
             click.echo(self.prompt, nl=False)
 
     def meet(self, model: Model, first: bool, pulse: Heartbeat) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -48,6 +48,14 @@ class Turns:
     weights: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a model is to answer."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Any] | None = None
+
+
 def form_of(record: Any, field: str = "messages") -> Form | None:
     """The form of a record, by its fields; None for one that is no chat. field: of messages."""
     if not isinstance(record, dict):
@@ -69,13 +77,31 @@ def turns_of(where: str, record: Any, field: str = "messages", form: Form | None
     own = form or form_of(record, field)
     if own is None or (own == "messages" and field not in record):
         raise _no_chat(where, record, field)
-    raw = _RAW[own](where, record, field)
-    said = [_message(f"{where}: message {i}", one) for i, one in enumerate(raw, start=1)]
+    said = _said(where, _RAW[own](where, record, field))
     weights = tuple(weight for message, weight in said if message["role"] == "assistant")
     if not any(weights):
         what = "all messages of the assistant have weight 0" if weights else "no assistant message"
         raise OutsizeError(f"{where}: {what}; expected one to train on, or leave the chat out")
     return Turns(where, [message for message, _ in said], _tools(where, record), weights)
+
+
+def asked_of(where: str, record: Record, form: Form) -> Asked:
+    """What a record asks: its messages up to the answer at its end, which it need not have.
+    OutsizeError for messages that are none, and where nothing is asked."""
+    raw = _RAW[form](where, record, "messages")
+    while raw and _speaker(raw[-1]) == "assistant":
+        raw = raw[:-1]
+    if not raw:
+        raise OutsizeError(f"{where}: nobody asks anything; expected a message before the answer")
+    return Asked([message for message, _ in _said(where, raw)], _tools(where, record))
+
+
+def _speaker(message: Any) -> Any:
+    return _renamed(dict(message)).get("role") if isinstance(message, dict) else None
+
+
+def _said(where: str, raw: list[Any]) -> list[tuple[dict[str, Any], float]]:
+    return [_message(f"{where}: message {i}", one) for i, one in enumerate(raw, start=1)]
 
 
 def _no_chat(where: str, record: Record, field: str) -> OutsizeError:

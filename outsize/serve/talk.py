@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outsize.data.chats import Message
+from outsize.data.chats import Asked, Message
 from outsize.data.targets import placed
 from outsize.data.template import Template
 from outsize.data.tokenizer import Tokenizer
@@ -55,15 +55,17 @@ class Talk:
 
     def answer(
         self,
-        messages: Sequence[Message],
+        asked: Asked,
         max_tokens: int,
         sampling: Sampler,
+        stop: Sequence[str] = (),
         on_text: Callable[[str], None] | None = None,
         on_ready: Callable[[str], None] | None = None,
     ) -> str:
-        """What the model says to messages."""
+        """What the model says to messages. stop: texts before which that ends."""
+        ids = self.prompt(asked.messages, asked.tools)
         said = self.model.generate(
-            self.prompt(messages), max_tokens, sampling, (), self.text, on_text, on_ready, self.ends
+            ids, max_tokens, sampling, stop, self.text, on_text, on_ready, self.ends
         )
         assert isinstance(said, str)
         return said
@@ -78,11 +80,11 @@ class Talk:
     ) -> str:
         """Go on with the user's words, and keep them with the answer; where it fails nothing is
         kept. broken: asked before each token whether that is to be the end."""
-        asked: list[Message] = [*self.messages, {"role": "user", "content": words}]
+        asked = [*self.messages, {"role": "user", "content": words}]
 
         def draw(logits_V: Tensor, index: int) -> int:
             return self.text.eos if broken() else sampling(logits_V, index)
 
-        said = self.answer(asked, max_tokens, draw, on_text)
+        said = self.answer(Asked(asked), max_tokens, draw, (), on_text)
         self.messages = [*asked, {"role": "assistant", "content": said}]
         return said

@@ -149,7 +149,11 @@ class PlanKeys(Extended):
 
 @dataclass(frozen=True)
 class SampleKeys:
-    prompt: str = setting("import ", "what the sample at the end begins with", may_change=True)
+    prompt: str | None = setting(
+        None,
+        "what the sample at the end begins with; null: a chat's question, else 'import '",
+        may_change=True,
+    )
     tokens: int = setting(240, "tokens of the sample; 0: none", least=0, may_change=True)
     temperature: float = setting(
         0.7, "0: the most probable token each time", least=0, may_change=True

@@ -101,7 +101,7 @@ def start(resolved: Resolved, console: Console, worker_group: WorkerGroup | None
     worker_group.pulse.at("planning")
     own = data_config(resolved.config, "bytes")
     check_paths((*own.paths(), *own.evaluation))
-    check_prompt(resolved.config.sample.prompt)
+    check_prompt(resolved.config.sample.prompt or "")
     if resolved.config.output is not None:  # before data are read and blocks timed
         _refuse_another(Checkpoints(resolved.config.output))
     setup = set_up(resolved)

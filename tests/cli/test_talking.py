@@ -167,6 +167,36 @@ def test_prompts_of_a_file_are_gone_on_with_one_by_one(invoke, model, theirs, tm
     assert json.loads(listed[0])["text"] == first["text"]
 
 
+def test_a_chat_of_a_file_is_answered_anew_and_texts_where_a_template_is_named(
+    invoke, model, theirs, tmp_path
+) -> None:
+    """What every form asks, by transformers' template and a plain loop; what it answers is left."""
+    _, tokenizer = theirs
+    user, gone = {"role": "user", "content": "the cat?"}, {"role": "assistant", "content": "two"}
+    again, told = {"role": "user", "content": "a b"}, {"role": "system", "content": "be brief"}
+    both = {"from": "human", "value": "the cat?"}, {"from": "gpt", "value": "two"}
+    asked = [
+        ({"messages": [told, user, gone, again, gone]}, [told, user, gone, again]),
+        ({"conversations": [*both], "system": "be brief"}, [told, user]),
+        ({"prompt": "the cat?", "completion": "two"}, [user]),
+        ({"instruction": "the cat?", "input": ""}, [user]),
+    ]
+    file = chats.jsonl(tmp_path / "p.jsonl", [record for record, _ in asked])
+    done = invoke("generate", model, "--prompts", file, "--max-tokens", 6)
+    assert done.exit_code == 0, done.output
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    for one, (_, messages) in zip(found, asked, strict=True):
+        shown = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(shown, add_special_tokens=False).input_ids
+        wanted = tokenizer.decode(continued(theirs, ids, 6), skip_special_tokens=True)
+        assert one == {"messages": messages, "text": wanted}
+    (lines := tmp_path / "p.txt").write_text("the cat?\n")
+    words = ("generate", model, "--max-tokens", 6, "--template", "own")
+    (line,) = invoke(*words, "--prompts", lines).stdout.splitlines()
+    assert json.loads(line) == {"prompt": "the cat?", "text": found[3]["text"]}
+    assert invoke(*words, "--prompt", "the cat?").stdout == found[3]["text"] + "\n"
+
+
 def test_a_conversation_goes_on_with_all_that_was_said(invoke, model, monkeypatch) -> None:
     told: list[list[int]] = []
     generate = Model.generate
@@ -197,7 +227,12 @@ def end() -> str:
 
 @pytest.mark.parametrize(
     ("record", "complaint"),
-    [({"text": "a"}, "expected a record with a text prompt"), (None, "has no prompt in it")],
+    [
+        ({"text": "a"}, "expected a record with a text prompt"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "nobody asks anything"),
+        ({"messages": [{"role": "user", "content": 3}]}, "message 1 has the content 3"),
+        (None, "has no prompt in it"),
+    ],
 )
 def test_prompts_that_are_none_are_refused(invoke, model, tmp_path, record, complaint) -> None:
     file = chats.jsonl(tmp_path / "p.jsonl", [] if record is None else [record])

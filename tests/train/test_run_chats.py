@@ -169,3 +169,19 @@ def test_what_is_wrong_ends_it_before_the_machine_is_measured(runs, subject, mon
     monkeypatch.setattr("outsize.train.setup.probe", probe)
     with pytest.raises(OutsizeError, match="data path nowhere does not exist"):
         runs.train(**keys | {"data__path": "nowhere"})
+
+
+def test_the_sample_answers_the_first_question_as_the_template_writes_it(runs, subject) -> None:
+    keys, directory, _, records = subject
+    said = {**keys, "sample__tokens": 5, "sample__temperature": 0, "optimizer__lr": 0}
+    runs.train(**said, train__steps=1)
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    asked = list(records[0]["messages"])
+    while asked[-1]["role"] == "assistant":  # its first answer is the last one
+        asked.pop()
+    shown = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    found = (runs.home / "run" / "sample.txt").read_text()
+    assert shown in found and found.startswith(shown)
+    runs.train(**said, train__steps=1, sample__prompt="naive", output=runs.home / "text")
+    assert (runs.home / "text" / "sample.txt").read_text().startswith("naive")
