@@ -167,7 +167,8 @@ def test_a_host_updates_beside_the_device_where_its_memory_is_known() -> None:
     assert both < terms(shape, alone, cluster).end["update"]
     assert plan_of(shape, lay).stream.host == 2 and plan_of(shape, alone).stream.host == 0
     # Nanoseconds of an element: 16 B / 25 GB/s = 0.64 over the link, 48 B / 60 GB/s = 0.8 at rest,
-    # 0.88 where its weight comes to the device behind it: 5 x 0.64 = 4 x 0.8, 33 x 0.64 = 24 x 0.88.
+    # 0.88 where its weight comes to the device behind it; 5 x 0.64 = 4 x 0.8, and 33 x 0.64 is
+    # 24 x 0.88.
     shares = {(one.resting.host, one.resting.over) for one in ways(alone, cluster)}
     assert shares == {(0, 1), (9, 5), (57, 33)}
     assert {one.resting.host for one in ways(alone, parse_spec(spec))} == {0}
