@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from outsize.errors import OutsizeError
 from outsize.plan import Plan
@@ -159,9 +160,14 @@ def _predicting(
 
 
 def _having(plan: Plan, one: PlanSetting, value: int) -> Plan | None:
+    return _replaced(plan, settings=plan.settings.having({one.name: value}))
+
+
+def _replaced(plan: Plan, **changes: Any) -> Plan | None:
+    """A plan with something else in it; None where that does not go with the rest."""
     try:
-        return replace(plan, settings=plan.settings.having({one.name: value}))
-    except OutsizeError:  # it does not go with the plan
+        return replace(plan, **changes)
+    except OutsizeError:
         return None
 
 
@@ -173,7 +179,8 @@ def _scheduled(forecaster: Predicts, first: Forecast) -> Forecast:
     worker."""
     names = promising(first, WORTH)
     lines = (replace(first.plan.pipeline, schedule=name, cuts=()) for name in names)
-    found = [fitting(forecaster, replace(first.plan, pipeline=line)) for line in lines]
+    plans = [_replaced(first.plan, pipeline=line) for line in lines]
+    found = [fitting(forecaster, plan) for plan in plans if plan is not None]
     best = min((made for made in found if made), key=lambda made: made.seconds, default=None)
     if best is None:
         return first

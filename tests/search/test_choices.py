@@ -98,6 +98,15 @@ def test_the_schedule_is_the_quickest_that_fits():
     assert made.why == (("1f1b", f"zb-h1 would take {gain:.1%} less time, as predicted"),)
 
 
+def test_a_schedule_that_does_not_go_with_chunks_is_passed_over(monkeypatch):
+    """zb-h2 takes the gradients of weights later, which would hold every chunk."""
+    monkeypatch.setattr("outsize.search.choices.promising", lambda *_: ["zb-h2"])
+    settings = CUT.having({"sequence_chunk": 32})
+    request = replace(OPEN, mesh=Mesh(pipeline=2), recompute=("block",), settings=settings)
+    made = choose(CONFIG, replace(request, microbatch_rows=8), machine())
+    assert made.plan.sequence_chunk == 32 and made.plan.pipeline.schedule == "1f1b"
+
+
 @pytest.mark.parametrize("links", [1.0, 1e-4])
 def test_messages_of_few_bits_are_sent_where_they_gain(links):
     """Named, and beside fast links only slower: writing and reading them takes time."""
