@@ -31,9 +31,14 @@ CASTS = 4  # further ones where products are in 8 bits: of the inputs of each
 CAST = 3
 LAUNCHED = 20e-6  # seconds to launch one where no graph was captured (Python, PyTorch)
 GRAPHS = 32  # tokens up to which a step is a captured graph: nobody but draws
-TILE = 128  # columns that one multiprocessor computes of a product of few rows
+TILE = 128  # rows and columns of a product that one multiprocessor computes at once
 AHEAD = 1.5  # times its share of the memory's bandwidth that a multiprocessor alone draws
-SAMPLED = (1, 2, 4, 8, 16, 32, 33, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+# Tokens of the steps that are priced, others between them: up to 1,024 each tile's last and first.
+SAMPLED = (
+    1, 2, 4, 8, 16, 32, 33, 64,
+    *(tokens for full in range(TILE, 1025, TILE) for tokens in (full, full + 1)),
+    1536, 2048, 3072, 4096,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -131,4 +136,12 @@ class Served:
         if dtype in NARROW and device.cores:
             wide *= min(1.0, AHEAD * math.ceil(out / TILE) / device.cores)
         read = out * inner * BYTES[dtype] / wide
-        return max(read, 2.0 * tokens * out * inner / (Roofline(device).peak(dtype) * COMPUTED))
+        done = 2.0 * _rows(tokens) * out * inner
+        return max(read, done / (Roofline(device).peak(dtype) * COMPUTED))
+
+
+def _rows(tokens: float) -> int:
+    """Rows that a product of so many tokens computes: whole tiles, narrower ones for fewer."""
+    rows = math.ceil(tokens)
+    tile = min(TILE, 1 << (rows - 1).bit_length())
+    return -(-rows // tile) * tile

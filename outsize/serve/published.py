@@ -40,6 +40,9 @@ TRACE = 1000  # requests of a cluster's trace where only the sums of their token
 REQUESTS = 60  # that are played
 KEPT = 0.9  # of a device's memory, for weights and pages (vLLM's default)
 PAGE, SLOTS, BUDGET = 16, 256, 4096
+# Tokens of the longest request up to which vLLM until 0.8 feeds prompts whole by default (its
+# EngineArgs: beyond them profiling whole prompts would run out of memory).
+LONG = 32768
 FRONT = 10e-3  # seconds before a request is in line
 # Seconds of the processor in a step, and for each request of it: of vLLM until 0.8 (its notes of
 # 0.6: they take as long as an 8B model computes, 5 to 8 ms), and of its second core.
@@ -52,6 +55,8 @@ RANK = 0.9
 NAMES = {"llama-3.1-70b": "llama3-70b", "llama-3.1-8b": "llama3-8b", "llama-2-70b": "llama2-70b",
          "llama-2-7b": "llama2-7b", "mixtral-8x7b": "mixtral-8x7b",
          "mistral-large": "mistral-large-123b"}  # fmt: skip
+# Tokens of the longest request, of models that are made for more than LONG (config.json).
+CONTEXTS = {"llama-3.1": 131072, "mistral-large": 131072}
 DTYPES = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
 
 
@@ -140,26 +145,36 @@ def _asked(row: Mapping[str, str], line: int, name: str) -> Asked:
         return replace(asked, missing=f"{shape.heads} heads over {tensor} workers")
     requests = TRACE / (copies if "replica" in row["notes"] else 1)
     new = re.search(r"vLLM (\d+)\.(\d+)", row["engine"])
+    served = Served(shape, cluster_of(device, tensor, 0, 0.0).groups[0], tensor, dtype,
+                    *(LATER if _later(new) else HOST))  # fmt: skip
+    policy, budget = _feeding(new, served, row["model"])
     return replace(
         asked,
-        served=Served(shape, cluster_of(device, tensor, 0, 0.0).groups[0], tensor, dtype,
-                      *(LATER if _later(new) else HOST)),
+        served=served,
         rate=(numbers["rate_req_s"] or 0.0) / copies,
         prompt=max(1, round((numbers["prompt_tokens_total"] or 0) / requests)),
         output=max(1, round((numbers["output_tokens_total"] or 0) / requests)),
-        budget=int(numbers["max_batched_tokens"] or _budget(new)),
-        policy="mixed" if new else "prompt-first",
+        budget=int(numbers["max_batched_tokens"] or budget),
+        policy=policy,
         layout=(tensor, copies),
         workload=row["workload"],
     )  # fmt: skip
 
 
-def _budget(version: re.Match[str] | None) -> int:
-    """Tokens of a step by default: vLLM cuts prompts of models with long contexts, until 0.8 to
-    512 tokens a step, to 2,048 later."""
+def _feeding(version: re.Match[str] | None, served: Served, model: str) -> tuple[str, int]:
+    """The policy and the tokens of a step, by default. vLLM cuts prompts to 2,048 tokens a step;
+    until 0.8 to 512, and only where requests may be longer than LONG. It does not start where its
+    pages hold less than the longest request that the model is made for: who runs it then has said a
+    shorter one, taken to be no longer than LONG."""
     if version is None:
-        return BUDGET
-    return 2048 if _later(version) else 512
+        return "prompt-first", BUDGET
+    if _later(version):
+        return "mixed", 2048
+    made = next((most for name, most in CONTEXTS.items() if name in model.lower()), LONG)
+    held = _pages(served) * PAGE
+    if LONG < made <= held:
+        return "mixed", 512
+    return "prompt-first", max(2048, min(LONG, held))
 
 
 def _later(version: re.Match[str] | None) -> bool:
@@ -204,11 +219,16 @@ def _forecast(asked: Asked) -> Forecast:
 
 def room_of(served: Served, budget: int) -> Room:
     """Pages in what the weights leave of the memory that is kept for both."""
-    free = KEPT * served.machines.device.memory_bytes - served.weights
-    pages = int(free / (served.cached * PAGE))
+    pages = _pages(served)
     if pages < 1:
         raise OutsizeError(f"weights of {served.weights:.3g} bytes leave no room for a cache")
     return Room(pages, PAGE, SLOTS, budget, 1 << 40, pages * PAGE, served.price())
+
+
+def _pages(served: Served) -> int:
+    """Less than one where the weights leave no room."""
+    free = KEPT * served.machines.device.memory_bytes - served.weights
+    return int(free / (served.cached * PAGE))
 
 
 def score(rows: Sequence[Forecast]) -> Score:

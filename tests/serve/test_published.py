@@ -61,6 +61,30 @@ def test_many_tokens_compute() -> None:
     assert made == pytest.approx(2 * 4096 * layers / (989e12 * COMPUTED), rel=0.01)
 
 
+@pytest.mark.parametrize(("tokens", "rows"), [(257, 384), (384, 384), (385, 512)])
+def test_products_compute_whole_tiles(tokens: int, rows: int) -> None:
+    """By hand: a product of 257 tokens takes what one of 384 takes."""
+    made = served()._product(tokens, 8192, 8192, "bf16")
+    assert made == pytest.approx(2 * rows * 8192 * 8192 / (989e12 * COMPUTED))
+
+
+@pytest.mark.parametrize(
+    ("change", "fed"),
+    [
+        ({}, ("mixed", 512)),
+        # 70B on two workers leave 35,984 tokens of 131,072: the engine wants a shorter length.
+        ({"tp": "2"}, ("prompt-first", 32768)),
+        ({"tp": "2", "max_batched_tokens": "4096"}, ("prompt-first", 4096)),
+        ({"tp": "2", "engine": "vLLM 0.8.1"}, ("mixed", 2048)),
+        ({"tp": "2", "engine": "sglang"}, ("prompt-first", 4096)),
+        ({"model": "mixtral-8x7b"}, ("prompt-first", 32768)),  # made for no more than that
+    ],
+)
+def test_prompts_are_cut_where_the_engine_does_by_default(change: Any, fed: Any) -> None:
+    (row,) = read_serving(_text([{**SAID[0], **change}]), "t")
+    assert (row.policy, row.budget) == fed and not row.missing
+
+
 def test_casts_are_three_launches_and_one_kernels_work() -> None:
     """64 tokens in 8 bits on eight workers wait for the host: 12 kernels and 4 casts of three
     launches each a layer. 16 tokens are a recorded step."""
