@@ -10,6 +10,7 @@ from outsize.data.files import find_files
 from outsize.data.records import BadRecordError, records
 from outsize.decode.text import check_prompt
 from outsize.errors import OutsizeError
+from outsize.registry import filed
 from outsize.texts import read_text
 
 Prompts = list[str | Asked]
@@ -58,12 +59,14 @@ def question(text: str) -> Asked:
 
 
 def trained_on_chats(directory: Path) -> bool:
-    """Whether a checkpoint says that its run read more than texts."""
+    """Whether a checkpoint says that its run read more than texts. Techniques are imported only
+    where its keys are those of one."""
     from outsize.checkpoint.opened import read_manifest
     from outsize.data import SOURCES
 
     found = read_manifest(directory)
     config = {} if found is None else found.meta.get("config")
     said = config if isinstance(config, dict) else {}
-    on = (said.get(key, any(one.startswith(f"{key}.") for one in said)) for key in SOURCES.names())
-    return any(on)
+    keys = (f"data.{name}" for name in sorted(filed("data")))
+    on = (key for key in keys if said.get(key, any(one.startswith(f"{key}.") for one in said)))
+    return any(SOURCES.find(key) is not None for key in on)

@@ -12,6 +12,7 @@ from chats import CHATS, PLAIN, foreign, jsonl, messages, template
 from run_files import DeathError, assert_same_run
 from torch.nn import functional as F
 
+from outsize.cli.prompts import trained_on_chats
 from outsize.errors import OutsizeError
 from outsize.train import derive
 from outsize.train.loop import Loop
@@ -183,5 +184,6 @@ def test_the_sample_answers_the_first_question_as_the_template_writes_it(runs, s
     shown = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     found = (runs.home / "run" / "sample.txt").read_text()
     assert shown in found and found.startswith(shown)
+    assert trained_on_chats(runs.home / "run" / "step-00000001") and not trained_on_chats(directory)
     runs.train(**said, train__steps=1, sample__prompt="naive", output=runs.home / "text")
     assert (runs.home / "text" / "sample.txt").read_text().startswith("naive")
