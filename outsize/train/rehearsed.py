@@ -9,13 +9,14 @@ from pathlib import Path
 
 from outsize.hardware import Hardware
 from outsize.hardware.probe import probe
+from outsize.hardware.shared import shared
 from outsize.memory.tiers import TierSpec
 from outsize.plan import DEVICE, DISK, Plan
 from outsize.search import played
 from outsize.simulate import Forecast
 from outsize.train.planned import KEY, with_plan
 from outsize.train.resolve import as_sets, resolve
-from outsize.train.setup import request_of, set_up
+from outsize.train.setup import near, request_of, set_up
 from outsize.train.workers import over_workers
 
 TURNS = 2  # microbatches that are played for each stage of a pipeline; more repeat what these do
@@ -49,7 +50,7 @@ def rehearsed(path: Path, model: str | None, hardware: Hardware | None) -> Rehea
     another model."""
     said = as_sets({KEY: str(path), "model.name": model, "model.weights": "random"})
     resolved = over_workers(with_plan(resolve(None, said)))
-    machine = probe() if hardware is None else hardware
+    machine = shared(probe(), near(resolved.config)) if hardware is None else hardware
     setup = set_up(resolved, fit=False, hardware=machine, tiers=_below(machine))
     device = setup.hardware.devices[0]
     request = replace(

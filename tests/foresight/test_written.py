@@ -25,7 +25,10 @@ from outsize.foresight.planning.written import mesh_said, plan_of
 from outsize.foresight.step import held
 from outsize.hardware import catalogue, parse_spec
 from outsize.hardware.form import dumps
+from outsize.hardware.probe import probe
+from outsize.hardware.shared import shared
 from outsize.plan.file import read_plan
+from outsize.train.rehearsed import rehearsed
 
 SMALL = ("--set", "train.sequence=8", "--set", "train.batch_tokens=64", "--set", "precision=fp32")
 
@@ -92,6 +95,8 @@ def test_a_rehearsal_counts_every_action_and_byte(machine: str, tmp_path: Path) 
     for worker in made["workers"]:
         assert worker["played"] == pytest.approx(worker["foretold"], rel=0.01)
         assert sum(worker["by_kind"].values()) == worker["played"]
+    here, apart = (rehearsed(path, None, each).seconds for each in (None, shared(probe(), 4)))
+    assert here == apart  # four workers on this machine have a fourth of it each
     said = invoke("rehearse", str(path), "--model", "mini")
     assert said.exit_code == 2 and "mini" in said.output and said.output.count("\n") == 1
 
