@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -29,19 +30,21 @@ def filled(known: Known, asked: Asked, cell: Cell, room: int) -> list[tuple[Layo
     def graded(layout: Layout) -> Layout:
         return _graded(known.shape, layout, within)
 
+    def held(layout: Layout) -> bool:
+        return resting.hold(cell.cluster, layout, known.memory(layout).below)
+
     def fits(layout: Layout) -> bool:
-        held = known.memory(graded(layout))
-        return held.process <= room and resting.hold(cell.cluster, layout, held.below)
+        return within(layout) and held(layout)
 
     for layout in map(graded, variants(known.shape, asked, cell)):
         if layout.recompute == "none":
             plain = fits(layout)
         elif allow("recompute", "part") and not plain and fits(layout):
-            for each in _part(known.shape, replace(layout, recompute="none"), fits):
-                found.append((graded(each), known.memory(graded(each))))
-        held = known.memory(layout)
-        if allow("recompute", layout.recompute) and resting.hold(cell.cluster, layout, held.below):
-            found.append((layout, held))
+            whole = replace(layout, recompute="none")
+            part = _part(known.shape, whole, lambda each: fits(graded(each)))
+            found += [(each, known.memory(each)) for each in map(graded, part)]
+        if allow("recompute", layout.recompute) and held(layout):
+            found.append((layout, known.memory(layout)))
     return found
 
 
@@ -56,24 +59,18 @@ def _graded(shape: Shape, layout: Layout, within: Callable[[Layout], bool]) -> L
     def of(layers: int) -> Layout:
         return replace(layout, resting=replace(at, layers=layers))
 
-    low, high = 1, shape.layers + 1
-    while low < high:
-        middle = (low + high) // 2
-        if within(of(middle)):
-            high = middle
-        else:
-            low = middle + 1
-    return of(low) if low <= shape.layers else whole
+    least = _least(shape.layers, lambda layers: within(of(layers)))
+    return of(least) if least <= shape.layers else whole
 
 
 def _part(shape: Shape, layout: Layout, fits: Callable[[Layout], bool]) -> list[Layout]:
     """With the fewest layers of a stage recomputed that let it fit; none where it takes all."""
-    low, most = 1, int(layers_of(shape.layers, layout.pipeline)[0])
-    high = most
-    while low < high:
-        middle = (low + high) // 2
-        if fits(replace(layout, whole=middle)):
-            high = middle
-        else:
-            low = middle + 1
-    return [replace(layout, whole=low)] if low < most else []
+    most = int(layers_of(shape.layers, layout.pipeline)[0])
+    least = _least(most - 1, lambda layers: fits(replace(layout, whole=layers)))
+    return [replace(layout, whole=least)] if least < most else []
+
+
+def _least(most: int, enough: Callable[[int], bool]) -> int:
+    """The least number from 1 to `most` that is enough, where every larger one is; else one more
+    than `most`."""
+    return 1 + bisect_left(range(1, most + 1), True, key=enough)
