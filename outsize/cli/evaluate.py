@@ -56,7 +56,7 @@ def evaluate(
     found, config, text = found_in(directory, tokenizer)
     config = asked(config, weights, "--weights")
     length = sequence or min(SEQUENCE, config.positions)
-    run = _config(files, sets, length)
+    run = keys_of(files, sets, length)
     source = _source(run, text, tokenizer or str(found), length)
     limits = None if memory is None else limits_of(memory, None, False)
     from outsize.data.sources import ReadLog
@@ -64,7 +64,7 @@ def evaluate(
     log = ReadLog()
     with opened(found, config, limits, place, adapters_of(adapters)) as model:
         documents = source.documents(log)
-        got = measure(model, documents, text.start, length, plain=not source.weighed)
+        got = measure(model, documents, text.start, length, not source.weighed, log)
     if as_json:
         click.echo(json.dumps(_numbers(got, source.weighed)))
         return
@@ -73,7 +73,7 @@ def evaluate(
         click.echo(log.summary(), err=True)
 
 
-def _config(files: tuple[str, ...], sets: tuple[str, ...], sequence: int) -> RunConfig:
+def keys_of(files: tuple[str, ...], sets: tuple[str, ...], sequence: int) -> RunConfig:
     """The keys of data, and what its records say."""
     from outsize.errors import OutsizeError
     from outsize.train import derive

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from outsize.cli.command import Command
+
+if TYPE_CHECKING:
+    from outsize.data import DataConfig
 
 
 @click.command(cls=Command)
@@ -17,23 +22,32 @@ from outsize.cli.command import Command
 )
 @click.option("--weights", "names", multiple=True, help="A format alone; repeatable.")
 @click.option("--tokenizer", help="A directory with a tokenizer.json, or bytes.")
+@click.option(
+    "--set", "sets", multiple=True, metavar="KEY=VALUE", help="A key of data, as in runs."
+)
 def formats(
     directory: Path,
     paths: tuple[str, ...],
     tokens: int,
     names: tuple[str, ...],
     tokenizer: str | None,
+    sets: tuple[str, ...],
 ) -> None:
     """Load the model in DIRECTORY in one format of weights after another, and print the bytes of
-    its parameters, the bits of one, the bits per byte of held-out text, and tokens a second."""
-    from outsize.checkpoint.adapters import model_directory, read_config
+    its parameters, the bits of one, the bits per byte of held-out text (of chats, of the answers),
+    and tokens a second."""
+    from outsize.checkpoint.adapters import model_directory, read_config, tokenizer_directory
+    from outsize.errors import OutsizeError
     from outsize.memory.sizes import format_bytes
     from outsize.screen import FIGURES, console, show, table
-    from outsize.serve.formats import DEPTH, PROMPT, SEVERAL, measured, text_of
+    from outsize.serve.formats import DEPTH, PROMPT, SEVERAL, measured, row_of, text_of
 
     found = model_directory(directory)
-    own = str(found) if (found / "tokenizer.json").is_file() else "bytes"
-    text = text_of(paths, tokenizer or own, read_config(found), tokens)
+    if sets and not paths:
+        raise OutsizeError("--set is of the data of --on; give --on FILE")
+    config, folder = read_config(found), tokenizer_directory(found)
+    named = tokenizer or (str(folder) if (folder / "tokenizer.json").is_file() else "bytes")
+    text = text_of(_data(paths, sets, named, row_of(config, tokens)), config, tokens)
     speeds = ("prompt tokens/s", "tokens/s of 1", f"of {SEVERAL}")
     heads = ("weights", "bytes", "bits a parameter", "bits per byte", "more", *speeds)
     made = table(*heads, right=FIGURES)
@@ -56,3 +70,14 @@ def formats(
         f"tokens/s: foretold as outsize serve does, from steps timed here: a prompt of {PROMPT}"
         f" tokens, and new tokens of 1 and of {SEVERAL} requests behind {DEPTH} each"
     )
+
+
+def _data(paths: tuple[str, ...], sets: tuple[str, ...], tokenizer: str, row: int) -> DataConfig:
+    """Half of some files is held out; without these, a part of the standard library."""
+    from outsize.cli.evaluate import keys_of
+    from outsize.data import DataConfig
+    from outsize.train.recipe import data_config
+
+    if not paths:
+        return DataConfig(tokenizer=tokenizer)
+    return replace(data_config(keys_of(paths, sets, row), tokenizer), validation=0.5)

@@ -366,9 +366,12 @@ def opened(
 ) -> Model:
     """A model on this worker. named: the directories of adapters, and what each counts; dtype: None
     as its files have it."""
+    from outsize.checkpoint.bases import beside_others
     from outsize.errors import OutsizeError
     from outsize.serve.model import Model
 
+    for line in beside_others(found, named):
+        click.echo(line, err=True)
     if named and limits is not None:
         raise OutsizeError("--adapter is for weights in memory; merge it (outsize merge) before")
     if limits is None:

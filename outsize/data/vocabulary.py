@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from outsize.checkpoint.writing import remove
 from outsize.data.chats import form_of, turns_of
@@ -128,7 +129,15 @@ def _texts(file: SourceFile, field: str, log: ReadLog) -> Iterator[str]:
             yield from (text for text in said if text)
         else:
             bad = isinstance(record, BadRecordError)
-            log.skip(where, str(record) if bad else f"neither a text ({field!r}) nor a chat")
+            log.skip(where, str(record) if bad else _no_text(record, field))
+
+
+def _no_text(record: Any, field: str) -> str:
+    has = ", ".join(map(repr, record))[:120] if isinstance(record, dict) else "none"
+    return (
+        f"no text in the field {field!r}, and no chat (fields: {has}); --field, or data.field of a"
+        " run, names the one that has the text"
+    )
 
 
 def _write(tokenizer: str, into: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from outsize.data.source import Document
+from outsize.data.sources import ReadLog
 from outsize.errors import OutsizeError
 from outsize.serve.model import Model
 
@@ -63,11 +64,16 @@ class Measured:
 
 
 def evaluate(
-    model: Model, documents: Iterable[Document], start: int, sequence: int, plain: bool
+    model: Model,
+    documents: Iterable[Document],
+    start: int,
+    sequence: int,
+    plain: bool,
+    read: ReadLog,
 ) -> Measured:
     """What `model` says of documents. start: the token before a text; sequence: tokens of a window;
-    plain: documents are text, each of whose tokens is a target. OutsizeError where there is no
-    target, and for a loss that is no number."""
+    plain: documents are text, each of whose tokens is a target; read: what reading them left out.
+    OutsizeError where there is no target, and for a loss that is no number."""
     found, wrong = Measured(), set[int]()
     windows = _windows(documents, start, sequence, plain)
     at_once = min(MOST, LOGITS // model.config.vocab) if model.home is None else 0
@@ -76,7 +82,9 @@ def evaluate(
         found.documents = group[-1].document + 1
     found.whole = found.documents - len(wrong)
     if not found.targets:
-        raise OutsizeError("eval: no token of the data is a target; expected text, or answers")
+        raise OutsizeError(
+            f"eval: no token of the data is a target; expected text, or answers; {read.summary()}"
+        )
     if found.nats != found.nats:
         raise OutsizeError("eval: the loss is no number; the model's weights or logits are not")
     return found

@@ -67,7 +67,9 @@ def merge(directory: Path, into: Path, dtype: torch.dtype | None = None) -> list
     found = adapters.model_directory(directory)
     config = adapters.read_config(found)
     if config.adapter is None and config.weights is None:
-        raise OutsizeError(f"{found} has no adapter; there is nothing to merge")
+        raise OutsizeError(
+            f"{found} has no adapter, so nothing is to merge; outsize export --to hf writes it"
+        )
     model = adapters.load(found, dtype, config=config)
     ids = probe(model)
     before = model(ids)

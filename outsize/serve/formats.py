@@ -24,6 +24,7 @@ from outsize.models.coding import EIGHTS, FORMATS, PLAIN, asked
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 
+ROW = 512  # tokens
 PROMPT, DEPTH, SEVERAL = 256, 128, 16  # tokens of a prompt; before a new one; requests at once
 _ROUNDED = (f"int8{EIGHTS[0]}",)  # what is looked at beside formats of weights
 
@@ -51,18 +52,18 @@ class Measured:
     why: str = ""
 
 
-def text_of(
-    paths: tuple[str, ...], tokenizer: str, config: DecoderConfig, tokens: int
-) -> ValidationStream:
-    """The first rows that a run with a tokenizer holds out, of about so many tokens: of the half of
-    some files; without these, of the standard library. OutsizeError as of open_data."""
-    data = DataConfig(tokenizer=tokenizer)
-    if paths:
-        data = DataConfig(paths, tokenizer=tokenizer, validation=0.5)
+def row_of(config: DecoderConfig, tokens: int) -> int:
+    """Tokens of a row, where about so many are looked at."""
+    return min(config.positions, tokens, ROW)
+
+
+def text_of(data: DataConfig, config: DecoderConfig, tokens: int) -> ValidationStream:
+    """The first rows that a run on such data holds out, of about so many tokens. OutsizeError as of
+    open_data."""
     found = open_data(data, config.vocab).validation
     if not found.tokens:
-        raise OutsizeError(f"{', '.join(paths)}: too little text to hold half of it out")
-    return ValidationStream(found, 1, min(config.positions, tokens, 512), tokens)
+        raise OutsizeError(f"{', '.join(data.paths())}: too little text to hold half of it out")
+    return ValidationStream(found, 1, row_of(config, tokens), tokens)
 
 
 def measured(

@@ -76,6 +76,9 @@ class Callback:
         """Behind the last step of this process."""
 
 
+TOLD = ("begin", "step", "evaluated", "saved", "end")
+
+
 class KeepBest(Callback):
     """Keeps the step with the lowest bits per byte so far, as the run's `best`."""
 
@@ -189,7 +192,17 @@ def _made(name: str, own: Settings) -> Callback:
             f"{KEY}: {name} cannot be made: {type(error).__name__}: {why}; expected MODULE:CLASS, a"
             " class that takes nothing, of a module that Python finds"
         ) from None
+    if not any(hears(type(found), one) for one in TOLD):
+        raise OutsizeError(
+            f"{KEY}: {name} is told of nothing: it has none of {', '.join(TOLD)}; expected a class"
+            " with one of these methods at least, as outsize.Callback has them"
+        )
     return found
+
+
+def hears(kind: type, what: str) -> bool:
+    """Whether a class has a method of its own for what a run tells."""
+    return getattr(kind, what, None) not in (None, getattr(Callback, what))
 
 
 @dataclass

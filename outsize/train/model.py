@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outsize.checkpoint.bases import BASE
 from outsize.data import DataConfig
 from outsize.errors import OutsizeError, nearest
 from outsize.models.adapter import Adapter
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from outsize.data import Tokenizer
 
 BYTES = "bytes"
-BASE = "base"  # in a checkpoint: the fingerprint of what its adapter is beside
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from outsize.checkpoint.adapters import ADAPTER_CONFIG, to_json
 from outsize.checkpoint.adapters import GROUP as ADAPTER
+from outsize.checkpoint.bases import BASE
 from outsize.checkpoint.contents import Named, merged
 from outsize.checkpoint.hub import write_config
 from outsize.checkpoint.manifest import JSON, as_json
@@ -35,7 +36,6 @@ from outsize.texts import write_text
 from outsize.train.config import MOVED, RENAMED, RunConfig, may_change, restated
 from outsize.train.derive import warmup_now
 from outsize.train.first_values import filling, hub_fill, reading
-from outsize.train.model import BASE
 from outsize.train.recipe import files_of
 from outsize.train.resolve import Resolved
 from outsize.train.tokenizer_files import write_tokenizer

@@ -96,6 +96,10 @@ def test_generating_with_the_adapter_and_merged_gives_the_same_text(invoke, home
     unplanned = invoke("plan", "run", "--prompt-tokens", 5)
     assert unplanned.exit_code == 2 and "holds an adapter alone; expected" in unplanned.stderr
     assert invoke("plan", "merged", "--prompt-tokens", 5).exit_code == 0
+    told = "was trained beside other weights than those in"
+    asked = [("run",), ("base", "--adapter", "run"), ("merged", "--adapter", "run")]
+    said = [told in invoke("generate", *one, *words).stderr for one in asked]
+    assert said == [False, False, True], "of another model of this shape alone"
 
 
 @pytest.mark.parametrize(("adapter", "size"), [("lora", {"rank": 2}), ("unipt", {"size": 4})])

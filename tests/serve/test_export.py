@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,13 +13,16 @@ import torch
 from click.testing import CliRunner
 
 import outsize
+from outsize.cli.evaluate import keys_of
 from outsize.cli.main import main
+from outsize.data import open_data
 from outsize.errors import OutsizeError
 from outsize.models.build import build
 from outsize.models.coding import decoded, format_of
 from outsize.models.families import parse
 from outsize.serve import export as exporting
 from outsize.serve.export import export
+from outsize.train.recipe import data_config
 
 SIZES = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -200,3 +206,27 @@ def test_formats_are_a_table_of_bytes_and_bits(tmp_path):
     assert "int8:32+a8" in rows and "of 16 requests behind 128 each" in found.output
     assert all(float(rate.replace(",", "")) > 0 for rate in rows["int8:32+a8"][-3:])
     assert float(rows["plain"][4]) > 6 and abs(float(rows["q8_0"][5].rstrip("%"))) < 5
+
+
+def test_formats_are_measured_on_the_answers_of_chats(tmp_path):
+    """Of the half that is held out, each by itself and in a plain loop."""
+    directory, file = saved(tmp_path, "llama"), tmp_path / "chats.jsonl"
+    records = [{"prompt": f"{i}?", "completion": f"that {i * i}"} for i in range(12)]
+    file.write_text("".join(json.dumps(one) + "\n" for one in records))
+    sets = ("data.chat.template=plain",)
+    words = ["--on", str(file), "--set", *sets, "--tokenizer", "bytes", "--weights", "plain"]
+    table = CliRunner().invoke(main, ["formats", str(directory), *words])
+    assert table.exit_code == 0, table.output
+    (row,) = (one.split() for one in table.output.splitlines() if one.startswith("plain"))
+    keys = data_config(keys_of((str(file),), sets, 128), "bytes")
+    held = open_data(replace(keys, validation=0.5)).validation
+    model, nats, size, start = outsize.load(directory), 0.0, 0, 0
+    for end in map(int, held.ends):
+        ids = torch.tensor(held.tokens_N[start:end].astype("int64"))
+        said = torch.tensor(held.weights_N[start + 1 : end]) > 0
+        logits = model(ids[None])[0, :-1].detach()
+        losses = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
+        nats, start = nats + float(losses[said].sum()), end
+        size += len(bytes(i for i in ids[1:][said].tolist() if i < 256))
+    assert 0 < held.documents < 12
+    assert float(row[4]) == pytest.approx(nats / math.log(2) / size, abs=2e-4)

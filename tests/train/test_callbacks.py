@@ -129,6 +129,7 @@ def test_a_checkpoint_is_due_by_the_clock(runs, monkeypatch) -> None:
     [
         ("callbacks=[keep-bst]", "callbacks: 'keep-bst'; did you mean 'keep-best'"),
         ("callbacks=[mine:Nothing]", "callbacks: mine:Nothing cannot be made: AttributeError"),
+        ("callbacks=[builtins:object]", "builtins:object is told of nothing: it has none of begin"),
         ("callbacks=[nowhere:At]", "callbacks: nowhere:At cannot be made: ModuleNotFoundError"),
     ],
 )
