@@ -11,6 +11,9 @@ block changes that:
     <!-- run: skip WHY -->      do not run it
     <!-- file: NAME -->         write it to NAME in the temporary directory
 
+`--only TEXT` runs the blocks that have this text alone, `--but TEXT` all others; files are written
+either way, and a text that no block has is refused.
+
 The first failure ends the run and is named by file and line.
 """
 
@@ -124,10 +127,13 @@ def command(block: Block, scratch: Path) -> list[str]:
 def run_block(block: Block, root: Path, scratch: Path, limit: float) -> None:
     """Runs one block (limit in seconds); BlockError when it fails or takes longer."""
     directory = root if block.action == "root" else scratch
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until it can be ended
     process = subprocess.Popen(
-        command(block, scratch), cwd=directory, stdin=subprocess.DEVNULL, start_new_session=True
-    )
+        command(block, scratch), cwd=directory, stdin=subprocess.DEVNULL, start_new_session=True,
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
+    )  # fmt: skip
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         code = process.wait(timeout=limit)
     except subprocess.TimeoutExpired:
         raise BlockError(
@@ -148,14 +154,33 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def run_document(path: str, root: Path, limit: float) -> int:
-    """Runs a document's blocks; returns how many ran."""
+def left_out(path: str, found: Sequence[Block], only: str | None, but: str | None) -> set[int]:
+    """Lines of the blocks that do not run, by their text; BlockError for a text that none has."""
+    runnable = [block for block in found if block.action in ("root", "temp")]
+    for text in (only, but):
+        if text is not None and not any(text in block.text for block in runnable):
+            raise BlockError(f"{path}: no block that runs has {text!r}")
+    return {
+        block.line
+        for block in runnable
+        if (only is not None and only not in block.text) or (but is not None and but in block.text)
+    }
+
+
+def run_document(
+    path: str, root: Path, limit: float, only: str | None = None, but: str | None = None
+) -> int:
+    """Runs a document's blocks, those with the text `only` or without `but`; how many ran."""
     count = 0
+    found = list(blocks(path, (root / path).read_text()))
+    others = left_out(path, found, only, but)
     with tempfile.TemporaryDirectory(prefix="doc_blocks_") as name:
         scratch = Path(name)
-        for block in list(blocks(path, (root / path).read_text())):
+        for block in found:
             if block.action == "file":
                 (scratch / block.what).write_text(block.text + "\n")
+            elif block.line in others:
+                print(f"--- {block.place}: {block.language}, left to another run", flush=True)
             elif block.action == "read":
                 print(f"--- {block.place}: {block.language}, for reading", flush=True)
             else:
@@ -171,10 +196,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run the code blocks of Markdown documents.")
     parser.add_argument("documents", nargs="+", help="paths relative to the current directory")
     parser.add_argument("--limit", type=float, default=5400.0, help="seconds a block may take")
+    parser.add_argument("--only", metavar="TEXT", help="run the blocks with this text alone")
+    parser.add_argument("--but", metavar="TEXT", help="run no block with this text")
     options = parser.parse_args(arguments)
     try:
         for path in options.documents:
-            count = run_document(path, Path.cwd(), options.limit)
+            count = run_document(path, Path.cwd(), options.limit, options.only, options.but)
             print(f"--- {path}: {count} blocks ran", flush=True)
     except BlockError as error:
         print(f"doc_blocks: {error}", file=sys.stderr)
@@ -183,4 +210,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what a block has started ends with it
     sys.exit(main())

@@ -53,6 +53,15 @@ class Forks:
         self.watch = selectors.DefaultSelector()
         self.watch.register(listener, selectors.EVENT_READ)
         self.watch.register(os.pidfd_open(command.pid), selectors.EVENT_READ, 0)
+        told, origin = os.eventfd(0), os.getpid()
+        self.watch.register(told, selectors.EVENT_READ, "ended")
+
+        def ended(*_: object) -> None:
+            if os.getpid() != origin:  # a fork that has not yet become what it was called for
+                os._exit(143)
+            os.eventfd_write(told, 1)
+
+        signal.signal(signal.SIGTERM, ended)
 
     def serve(self) -> list[str] | None:
         """Answer until the command ends: None. In a fork: its program and arguments."""
@@ -62,9 +71,11 @@ class Forks:
                     caller, _ = self.listener.accept()
                     if (arguments := self._begin(caller)) is not None:
                         return arguments
-                elif key.data == 0:
+                elif key.data in (0, "ended"):
                     for pid in self.running:
                         _kill(pid)
+                    if key.data:
+                        sys.exit(143)
                     return None
                 elif isinstance(key.fileobj, socket.socket):
                     self._pass_on(key.fileobj, key.data)

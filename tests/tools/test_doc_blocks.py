@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import select
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -130,6 +134,44 @@ def test_failure_is_named_by_line_and_stops_the_run(
     error = capfd.readouterr().err
     assert f"a.md:3: the {language} block" in error and words in error
     assert not (tmp_path / "later").exists()
+
+
+def test_blocks_are_chosen_by_their_text(
+    doc_blocks: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    parts = [fenced("bash", f"touch {name}", "run: root") for name in ("first", "second", "third")]
+    (tmp_path / "a.md").write_text(document(*parts))
+    made = {"--only": ["second"], "--but": ["first", "third"]}
+    for option, names in made.items():
+        assert doc_blocks.main(["a.md", option, "second"]) == 0
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["a.md", *names]
+        for name in names:
+            (tmp_path / name).unlink()
+        assert doc_blocks.main(["a.md", option, "fourth"]) == 1
+        assert "no block that runs has 'fourth'" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["a.md"]
+
+
+def test_what_a_block_started_ends_where_the_run_is_ended(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text(
+        fenced("bash", "sleep 600 & echo $! >at_root; wait", "run: root")
+    )
+    script = ROOT / "tools" / "doc_blocks.py"
+    run = subprocess.Popen(
+        [sys.executable, script, "a.md"], cwd=tmp_path, stdout=subprocess.DEVNULL
+    )
+    while not (tmp_path / "at_root").exists() or not (tmp_path / "at_root").read_text():
+        assert run.poll() is None
+        time.sleep(0.01)
+    sleeper = os.pidfd_open(int((tmp_path / "at_root").read_text()))
+    run.terminate()
+    assert run.wait() == 143
+    assert select.select([sleeper], [], [], 60.0)[0]
+    os.close(sleeper)
 
 
 def test_readme_opens_with_the_two_commands(doc_blocks: ModuleType) -> None:

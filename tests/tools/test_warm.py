@@ -77,3 +77,17 @@ while kill -0 $(cat pid) 2> /dev/null; do sleep 0.1; done
 """
     done = run(tmp_path, script)
     assert done.stdout.split()[-1] == str(128 + number)
+
+
+def test_forks_end_where_their_origin_is_ended(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        """
+SAID=so outsize waits < /dev/null > out 2> pid &
+until [ -s pid ]; do sleep 0.1; done
+kill $PPID
+while kill -0 $(cat pid) 2> /dev/null; do sleep 0.1; done
+echo ended
+""",
+    )
+    assert done.returncode == 143 and done.stdout == "ended\n"
