@@ -285,7 +285,8 @@ def _key(compiler: str) -> str:
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, check=True, timeout=_SECONDS
     ).stdout
-    facts = (compiler, repr(_FLAGS), repr(_TUNED), torch.__version__, repr(_runtimes()), _cpu())
+    runtimes = [Path(path).name for path in _runtimes()]  # wherever this environment has them
+    facts = (compiler, repr(_FLAGS), repr(_TUNED), torch.__version__, repr(runtimes), _cpu())
     digest = hashlib.blake2b(version, digest_size=12)
     for path in (*_SOURCES, *_HEADERS):
         digest.update(path.read_bytes())
@@ -367,7 +368,10 @@ def _linked(
         ]
         ran = [one.result() for one in each]
     failed = (one for one in ran if one.returncode)
-    return next(failed, None) or run(*made, "-shared", "-o", str(target), *_runtimes())
+    # By name, as the process has it: the library serves other environments too.
+    linked = [f"{flag}{part}" for path in map(Path, _runtimes())
+              for flag, part in (("-L", path.parent), ("-l:", path.name))]  # fmt: skip
+    return next(failed, None) or run(*made, "-shared", "-o", str(target), *linked)
 
 
 def _digest(content: bytes) -> bytes:

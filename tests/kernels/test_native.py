@@ -335,6 +335,23 @@ def test_builds_at_once_do_not_meet(tmp_path):
     assert native.whole(kept) is not None
 
 
+@pytest.mark.usefixtures("quick_build")
+def test_a_library_serves_other_environments(tmp_path, monkeypatch):
+    """With the same PyTorch elsewhere nothing is compiled, and no path of the first is needed."""
+    package = Path(torch.__file__).parent
+    assert native.load(COMPILER, tmp_path / "kernels") is not None
+    (kept,) = (tmp_path / "kernels").iterdir()
+    assert str(package).encode() not in kept.read_bytes()
+    for path in native._runtimes():
+        there = tmp_path / Path(path).relative_to(package.parent)
+        there.parent.mkdir(parents=True)
+        shutil.copy(path, there)
+    with monkeypatch.context() as patch:  # not while the test's end looks for the runtime
+        patch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+        patch.delattr(native, "_compile")
+        assert native.load(COMPILER, tmp_path / "kernels") is not None
+
+
 def test_one_pool_of_threads():
     """The passes use the OpenMP runtime that PyTorch loaded, not a second one."""
     maps = Path("/proc/self/maps").read_text()
