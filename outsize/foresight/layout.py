@@ -36,6 +36,7 @@ class Stack:
     fused: bool = True
     sharded: bool = False  # whether the optimizer's states are, where nothing is said
     logits: float = 10.0  # bytes of a logit at the peak
+    in_place: bool = False  # whether one pass turns logits into their gradient, where it can
     logits_cut: bool = True  # over the tensor axis, where the loss is computed
     buffers: int = 0  # microbatches that a stage holds beyond those of 1F1B
     norms: bool = False  # whether norms are fused where other chains are not

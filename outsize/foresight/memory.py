@@ -161,7 +161,7 @@ def _rested(shape: Shape, lay: Layout, whole: Memory, kept: float) -> Memory:
     at, part = lay.resting, graded(shape, lay)
     below = zip(("weights", "gradients", "optimizer"), at.parts(part), strict=True)
     states = {kind: whole.states[kind] * (1 - gone) for kind, gone in below}
-    more = resting.buffers(lay, _largest(shape, lay) / lay.shards)
+    more = resting.buffers(lay, _largest(shape, lay) / lay.shards, sum(held(shape, lay)))
     activations = whole.activations
     if at.activations:  # those of the layers that are computed and fetched
         activations -= kept * max(0.0, 1 - 2 / shape.layers)
@@ -279,7 +279,16 @@ def _per_layer(shape: Shape, lay: Layout, recompute: str) -> float:
 
 
 def _head(shape: Shape, lay: Layout) -> float:
-    """Logits in half and in float32, with the gradient that goes back, and the last norm."""
+    """Logits in half and in float32, with the gradient that goes back, and the last norm. Where one
+    pass turns them into their gradient in place they are there once, and behind it the head's own
+    gradient, a product in 16 bits that is added to what is kept in float32; or, where that is more,
+    gradients inside the last layer: of an MLP's three inner tensors and four of the stream."""
+    alone = lay.tensor == 1 and lay.vocabulary == "last" and not shape.capped
+    if lay.stack.in_place and alone:
+        made = stored(lay) * shape.of_vocabulary if stored(lay) < lay.stack.gradients else 0.0
+        ending = lay.tokens * (stored(lay) * shape.vocab + 4 * shape.hidden) + made
+        inner = max(shape.d_inner, shape.active * shape.expert_inner + shape.shared)
+        return max(ending, lay.tokens * stored(lay) * (3 * inner + 4 * shape.hidden))
     cut = lay.tensor if lay.stack.logits_cut else 1
     if lay.vocabulary == "cut":
         cut *= lay.pipeline

@@ -31,6 +31,7 @@ TIED = (
 )  # fmt: skip
 SHARED_KEYS = ("falcon", "gpt_bigcode")
 WINDOWED = ("gpt_oss", "gemma2")
+CAPPED = ("final_logit_softcapping", "logit_scale", "logits_scaling", "dim_model_base")
 # Names of one thing in config.json files of different families.
 NAMES: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -105,6 +106,7 @@ def from_config(values: Mapping[str, Any], what: str) -> Shape:
         made["window"] = _value(values, ("sliding_window",), what) or 0
     if "experts" in made and "expert_inner" not in made:
         made["expert_inner"] = made.get("inner", 0)
+    made["capped"] = any(values.get(name) not in (None, 1.0) for name in CAPPED)
     shared = int(values.get("n_shared_experts") or 0) * int(made.get("expert_inner", 0))
     shared = int(
         values.get("shared_expert_intermediate_size")

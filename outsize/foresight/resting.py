@@ -19,11 +19,11 @@ from outsize.plan.interleaved import shared
 
 HOST, DISK = "host", "disk"
 LINK = 32e9  # B/s of PCIe 4.0 with 16 lanes, where nothing is said (shared/data/hardware.md)
-PART = 3 * (1 << 22)  # elements of optimizer states on the device: one part, and two on their way
+PART = 1 << 22  # elements of a part of an update (outsize.plan.Stream)
 UPDATED = 48.0  # bytes that AdamW on a host reads and writes of an element, as a rehearsal counts
 MASTER = 12.0  # bytes of an element's master copy and moments, which come and go
 ROOM = 4096  # bytes of which each state in the pool takes whole multiples (memory/arrange.py)
-RESIDENT = 2  # stages whose states are there at once (outsize.plan.Stream)
+RESIDENT = 2  # stages, and parts of an update, whose states are there at once (outsize.plan.Stream)
 
 
 def room(nbytes: float) -> int:
@@ -95,17 +95,18 @@ def hold(cluster: Cluster, layout: Layout, bytes_: Mapping[str, float]) -> bool:
     return all(held * near <= tiers[name].bytes for name, held in bytes_.items())
 
 
-def buffers(layout: Layout, largest: float) -> float:
-    """Bytes of the device for what comes and goes. largest: parameters of a worker's largest
-    stage."""
-    at, found = layout.resting, 0.0
-    if at.weights:
-        found += RESIDENT * largest * stored(layout)
-    if at.summed:
-        found += RESIDENT * largest * layout.stack.gradients
-    if at.optimizer:
-        found += PART * MASTER
-    return found
+def buffers(layout: Layout, largest: float, parameters: float) -> float:
+    """Bytes of the device for what comes and goes: two stages in the passes, two parts in an
+    update, which share one pool. largest: parameters of a worker's largest stage; parameters: of a
+    worker, of which it updates its share."""
+    at = layout.resting
+    weights = stored(layout) if at.weights else 0.0
+    gradients = layout.stack.gradients if at.summed else 0.0
+    passes = RESIDENT * largest * (weights + gradients)
+    if not at.optimizer:
+        return passes
+    part = min(RESIDENT * PART, parameters / max(layout.shards, layout.states))
+    return max(passes, part * (MASTER + weights + gradients))
 
 
 def seconds(cluster: Cluster, layout: Layout, comes: Mapping[str, float],

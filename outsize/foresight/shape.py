@@ -85,6 +85,7 @@ class Shape:
     dense: int = 0
     latent: Latent | None = None
     window: int = 0  # tokens that every second layer sees, 0: all
+    capped: bool = False  # whether logits are scaled or capped
     dropout: bool = False
     positions: int = 0  # learnt ones
     predicted: int = 0  # further layers that predict later tokens; with a pattern, pairs of them

@@ -109,7 +109,7 @@ def test_the_answer_says_where_states_rest_and_writes_it(tmp_path: Path) -> None
     path = tmp_path / "plan.yaml"
     words = ["plan", "llama3-8b", "--hardware", CARD, "--set", "train.batch_tokens=256K"]
     text = CliRunner().invoke(main, words).output
-    assert "weights on host, optimizer on disk" in " ".join(text.split())
+    assert "gradients on host, optimizer on disk" in " ".join(text.split())
     made = json.loads(CliRunner().invoke(main, [*words, "--json", "--out", str(path)]).output)
     best = made["plans"][0]
     assert best["resting"]["optimizer"] == "disk" and best["bytes_below"]["disk"] > 80 << 30
@@ -187,3 +187,17 @@ def test_a_plan_with_tiers_is_rehearsed_on_what_is_described(tmp_path: Path) -> 
     assert said.exit_code == 0, said.output
     (worker,) = json.loads(said.output)["workers"]
     assert worker["played"] == pytest.approx(worker["foretold"], rel=0.01)
+    assert 1 <= memory(shape, lay).tensors / worker["foretold"] < 1.3
+
+
+def test_the_device_keeps_room_for_what_comes_and_for_one_copy_of_logits() -> None:
+    """By hand: two vocabularies with gradients, which are more than two parts of an update and
+    share their bytes; logits in 16 bits, the last norm, and the head's own gradient."""
+    whole, below = memory(LLAMA, ONE), memory(LLAMA, replace(ONE, resting=Resting("host", "disk")))
+    vocab = LLAMA.vocab * LLAMA.hidden
+    assert below.gathered == 2 * vocab * (2 + 4)
+    assert whole.head == 2 * 4096 * (2 * LLAMA.vocab + 4 * LLAMA.hidden) + 2 * vocab
+    parts = memory(LLAMA, replace(ONE, resting=Resting("", "disk"))).gathered
+    assert parts == 2 * (1 << 22) * 12
+    capped = memory(replace(LLAMA, capped=True), ONE).head
+    assert capped == 2 * 4096 * (10 * LLAMA.vocab + 4 * LLAMA.hidden)

@@ -21,8 +21,9 @@ from outsize.hardware.resize import fewer, resized
 # Our own trainer (outsize.plan.Precision): gradients, the master copy and both moments in float32;
 # sums of gradients run beside the last backward passes; attention keeps what it gathered.
 STACK = Stack(
-    "outsize", gradients=4, optimizer=12, fused=False, norms=True, scattered=True, keys_whole=True
-)
+    "outsize", gradients=4, optimizer=12, fused=False, norms=True, scattered=True, keys_whole=True,
+    in_place=True,
+)  # fmt: skip
 WIDE = replace(STACK, weights=4, optimizer=8)  # in float32, where parameters are the master copy
 ROWS = (1, 2, 4, 8, 16)
 CHUNKS = (1, 2, 4)
