@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from operator import attrgetter
@@ -129,6 +129,20 @@ def fake_device(tensor: Tensor) -> torch.device | None:
     if type(tensor) is not FakeTensor or tensor.fake_mode.in_kernel_invocation:
         return None
     return tensor.fake_device
+
+
+def fake_as(known: Mapping[str, Any], meta: Tensor, mode: FakeTensorMode) -> FakeTensor:
+    """FakeTensor(mode, meta, device), which asks much of its arguments and sets each of twenty
+    attributes by itself: they are known, of another that was made so."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    made: FakeTensor = torch.Tensor._make_subclass(
+        FakeTensor, meta, False, dispatch_device=True,
+        device_for_backend_keys=known["_fake_device"],
+    )  # fmt: skip
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    vars(made).update(known, fake_mode=mode)
+    return made
 
 
 def watched() -> bool:

@@ -20,7 +20,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,12 @@ import torch
 from openmp import let_threads_go
 from rates import known_machine
 from remembered import remember
+from trials import shorten
 
 from outsize.collectives import threads
 from outsize.hardware.probe import keep
 from outsize.kernels import native
 from outsize.launch import fingerprint
-from outsize.train import timing
 
 # The same examples on every machine, and no verdict by the clock of a busy one.
 hypothesis.settings.register_profile(
@@ -50,10 +50,29 @@ gc.disable()  # while tests are found
 gc.set_threshold(50_000, 20, 100)
 
 fingerprint.code()  # of the sources: commands and workers that tests fork would each find it out
-timing.PACING_SECONDS = 0.04  # busy ones, before a pipeline starts: 0.8 in train/test_pacing.py
+shorten()
 threads.WAIT = 120.0  # seconds: a test that hangs says so before its run is given up
 
 LOOPBACK = ("127.", "::1", "localhost")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Of two processes one looks through folders from their ends: each rewrites the assertions of
+    half of the files (8 s of all of them), and reads what the other has written of the rest."""
+    report = yield
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" and isinstance(collector, pytest.Dir):
+        report.result.reverse()
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All processes have tests in one order."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: item.path.parts)
 
 
 def pytest_collection_finish() -> None:

@@ -330,3 +330,18 @@ def test_a_kernel_is_there_or_not():
     assert private.has_kernel("outsize_test::nowhere", "CPU")
     assert not private.has_kernel("outsize_test::nowhere", "CUDA")
     assert private.extension() in ("privateuseone", "strict")
+
+
+def test_a_fake_tensor_is_as_pytorch_makes_it():
+    with private.FakeTensorMode() as mode, private.disable_current_modes():
+        one, two = (torch.empty(2, 3, dtype=torch.float64, device="meta") for _ in range(2))
+        known = private.FakeTensor(mode, one, torch.device("cpu"))
+        facts = {name: x for name, x in vars(known).items() if name != "fake_mode"}
+        made = private.fake_as(facts, two, mode)
+    assert type(made) is private.FakeTensor and vars(made) == vars(known)
+    assert made.fake_mode is mode and made.device == known.device == torch.device("cpu")
+    assert private.storage_key(made) == private.storage_key(two)
+    assert not made.requires_grad and made.shape == (2, 3)
+    assert torch._C._dispatch_keys(made) == torch._C._dispatch_keys(known)
+    with mode, pytest.raises(RuntimeError, match="data"):
+        made.data_ptr()

@@ -34,7 +34,7 @@ class Mesh(Written):
 
     def __getitem__(self, axis: str) -> int:
         """Workers of an axis."""
-        return dict(self.sizes).get(axis, 1)
+        return next((size for name, size in self.sizes if name == axis), 1)
 
     @property
     def data(self) -> int:
@@ -92,8 +92,11 @@ class Mesh(Written):
 
     def stride(self, axis: str) -> int:
         """By how much the ranks of neighbours on an axis differ."""
-        order = axis_of(axis).order
-        return prod(self[later.name] for later in self.axes if later.order > order)
+        order, found = axis_of(axis).order, 1
+        for later, size in self.sizes:
+            if later != axis and axis_of(later).order > order:
+                found *= size
+        return found
 
     def ranks(self, axis: str, rank: int, inner: int = 1, count: int = 0) -> tuple[int, ...]:
         """The workers that differ from `rank` on one axis alone, in the order of that axis.

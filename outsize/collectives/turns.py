@@ -64,18 +64,22 @@ def among(turns: Turns | None) -> Iterator[None]:
             yield
 
 
-@contextmanager
-def aside() -> Iterator[None]:
+class _Aside:
+    """No generator: workers that are threads come here twice for each thing that they say."""
+
+    def __enter__(self) -> None:
+        self._turns = here()
+        if self._turns is not None:
+            self._turns.leave()
+
+    def __exit__(self, *_: object) -> None:
+        if self._turns is not None:
+            self._turns.enter()
+
+
+def aside() -> AbstractContextManager[None]:
     """The calling thread waits for another one: it is the others' turn meanwhile."""
-    turns = here()
-    if turns is None:
-        yield
-        return
-    turns.leave()
-    try:
-        yield
-    finally:
-        turns.enter()
+    return _Aside()
 
 
 def differentiating(device: torch.device) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ What it cannot see are buffers that a kernel takes and gives back inside one ope
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -65,6 +65,8 @@ class _Dispatch(DispatchMode):
         if func is device_asked and (device := fake_device(args[0])) is not None:
             return device
         result = func(*args, **(kwargs or {}))
+        if self.ledger.told is not None:
+            self.ledger.told(func, args, kwargs or {}, result)
         if isinstance(result, Tensor):
             self.ledger.see(result)
             if func is safe_softmax and self.ledger.device != "cpu":
@@ -88,7 +90,8 @@ class Ledger:
     """Counts live bytes on one device while entered.
 
     budget: bytes the device tier may hold, or None. device: tensors elsewhere are not counted.
-    grain: bytes of which a storage takes whole multiples.
+    grain: bytes of which a storage takes whole multiples. told: who else is to know of every
+    operator, with its arguments and its result: a mode of its own takes as long as this one.
     """
 
     def __init__(self, budget: int | None = None, device: str = "cpu", grain: int = 1) -> None:
@@ -98,6 +101,7 @@ class Ledger:
         self.total = 0
         self.peak = 0  # highest total since reset_peak
         self.peak_live: dict[str, int] = dict(self.live)  # by kind at that moment
+        self.told: Callable[[Any, Any, Any, Any], None] | None = None
         self._kind: str | None = "workspace"
         self._held: dict[int, list[Any]] = {}  # by storage: weakref, in grains, kind, bytes
         self._modes: list[_Dispatch] = []

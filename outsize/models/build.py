@@ -49,23 +49,28 @@ def build(
     """
     with torch.device("meta"):
         model = Decoder(config)
+    if seed is not None:
+        _place(model, set(_names(model)), initial_fill(model, seed, device, dtype))
+        return model
 
     def bare(name: str, x: Tensor) -> Tensor:
         # empty_like on meta imports sympy: a good part of a second before a worker is there.
         return torch.empty(x.shape, dtype=rest(name, dtype), device="meta")
 
-    fill = bare if seed is None else initial_fill(model, seed, device, dtype)
-    _place(model, set(_names(model)), fill)
+    others = {name for name, x in model.named_parameters() if x.dtype != rest(name, dtype)}
+    if others:
+        _place(model, others, bare)
     return model
 
 
 def shells(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
     """A decoder whose parameters have shape, dtype and device, but one element of memory each: for
     a job that fills its chunks one after the other and makes them the parameters' memory."""
-    model = build(config, dtype=dtype)
+    with torch.device("meta"):
+        model = Decoder(config)
 
-    def shell(_: str, x: Tensor) -> Tensor:
-        return torch.empty((), dtype=x.dtype, device=device).expand(x.shape)
+    def shell(name: str, x: Tensor) -> Tensor:
+        return torch.empty((), dtype=rest(name, dtype), device=device).expand(x.shape)
 
     _place(model, set(_names(model)), shell)
     return model
@@ -168,7 +173,8 @@ def initial_draw(
     initial = {weight_of(name): start for name, start in initial_values(model)}
     begins = dict(beginning(model))
     waiting: dict[str, Tensor] = {}  # begun with one that was asked for: they come together
-    whole = {name: (one.sizes, one.coded) for name, one in linears(model)}  # before it is cut
+    every = linears(model) if begins else ()
+    whole = {name: (one.sizes, one.coded) for name, one in every}  # before it is cut
 
     def drawn(name: str) -> Tensor:
         sizes, coded = whole[name]

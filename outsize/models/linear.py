@@ -83,8 +83,20 @@ class Linear(nn.Module):
 
     unit: between what a column or row weight may be cut. whole: how one lies that never is. beside:
     what has the product's place; by linearity a worker's part of one is beside its part of the
-    other. agree: on what rows are rounded by, with those who have the rest of each.
+    other. agree: on what rows are rounded by, with those who have the rest of each. adds_bias:
+    else others do.
     """
+
+    bias: nn.Parameter | None
+    beside: Beside | None
+    use: Use
+    unit: Unit | None
+    whole: Lies
+    sink: GradSink | None
+    product: Product
+    coded: Coded | None
+    agree: Agree | None
+    adds_bias: bool
 
     def __init__(
         self,
@@ -97,16 +109,13 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         assert (use == "plain") == (unit is None), "what is cut is cut between units"
+        vars(self).update(  # at once: nn.Module asks of each whether it is a parameter, 3 us
+            bias=None, beside=None, use=use, unit=unit, whole=whole, sink=None, product=dense,
+            coded=None, agree=None, adds_bias=True,
+        )  # fmt: skip
         self.weight = nn.Parameter(torch.empty(d_out, d_in))
-        self.bias = nn.Parameter(torch.empty(d_out)) if bias else None
-        self.beside: Beside | None = None
-        self.use: Use = use
-        self.unit, self.whole = unit, whole
-        self.sink: GradSink | None = None
-        self.product: Product = dense
-        self.coded: Coded | None = None
-        self.agree: Agree | None = None
-        self.adds_bias = True  # else others do
+        if bias:
+            self.bias = nn.Parameter(torch.empty(d_out))
 
     @property
     def bytes(self) -> int:

@@ -46,14 +46,22 @@ class Norm(nn.Module):
     """x (..., D) -> (..., D), any float dtype; weight (D) [and bias (D) for a layer norm]. run: how
     its statistic is taken. lies: how the weight is cut."""
 
+    facts: NormFacts
+    lies: Lies
+    size: int
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    run: Callable[[Scaled, Tensor], Tensor]
+
     def __init__(self, size: int, facts: NormFacts, lies: Lies = STREAM) -> None:
         super().__init__()
-        self.facts, self.lies = facts, lies
-        self.size = size
-        with_bias = facts.affine and facts.kind == "layer"
-        self.weight = nn.Parameter(torch.empty(size)) if facts.affine else None
-        self.bias = nn.Parameter(torch.empty(size)) if with_bias else None
-        self.run: Callable[[Scaled, Tensor], Tensor] = normed
+        vars(self).update(  # at once, as of a Linear
+            facts=facts, lies=lies, size=size, weight=None, bias=None, run=normed
+        )
+        if facts.affine:
+            self.weight = nn.Parameter(torch.empty(size))
+        if facts.affine and facts.kind == "layer":
+            self.bias = nn.Parameter(torch.empty(size))
 
     @property
     def wide(self) -> bool:

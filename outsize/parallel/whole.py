@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from math import prod
 
 import torch
@@ -17,6 +17,7 @@ from outsize.torch_private import unset_fake_temporarily
 
 Fill = Callable[[str, Tensor], object]
 Parts = Mapping[str, list[tuple[Span, ...]]]  # by name of what is cut, that of each worker
+Lies = tuple[list[Cut], list[Span]]
 
 
 class WholeTensors:
@@ -31,6 +32,7 @@ class WholeTensors:
                 self._on.setdefault(level.axis, {})[name] = level
         self._axes = {axis: along(world, axis) for axis in self._on}
         self._known: Mapping[str, Parts] | None = None
+        self._lying: dict[tuple[str, str], Lies] = {}
 
     @property
     def _parts(self) -> Mapping[str, Parts]:
@@ -65,25 +67,34 @@ class WholeTensors:
         tensor itself where it is whole."""
         levels = self._cuts[name].levels if name in self._cuts else ()
         for cut in (one for one in reversed(levels) if one.dim is not None):
-            local = self._joined(cut, self._parts[cut.axis][name], local)
+            local = self._joined(name, cut, local)
         return local
 
-    def _joined(self, cut: Cut, every_part: Sequence[tuple[Span, ...]], local: Tensor) -> Tensor:
-        """What a cut along one axis is of."""
-        assert cut.dim is not None
-        if all(spans == ((0, cut.shape[cut.dim]),) for spans in every_part):
-            return local  # one key-value head, which every worker has
-        parts = [replace(cut, spans=spans) for spans in every_part]
-        offsets = [0]
-        for part in parts:
-            offsets.append(offsets[-1] + prod(part.local))
-        places = list(pairwise(offsets))
-        every = local.new_empty(offsets[-1])
+    def _joined(self, name: str, cut: Cut, local: Tensor) -> Tensor:
+        """What a cut of a parameter along one axis is of."""
+        parts, places = self._lies(name, cut)
+        if not parts:
+            return local
+        every = local.new_empty(places[-1][1])
         self._axes[cut.axis].all_gather(local.contiguous().flatten(), places, every)
         out = local.new_empty(cut.shape)
         for part, (first, last) in zip(parts, places, strict=True):
             part.put(out, every[first:last].view(part.local))
         return out
+
+    def _lies(self, name: str, cut: Cut) -> Lies:
+        """The workers' parts along an axis, and where they lie one behind another; nothing where
+        every worker has all of it, as of one key-value head."""
+        key = name, cut.axis
+        if key not in self._lying:
+            assert cut.dim is not None
+            every_part, whole = self._parts[cut.axis][name], ((0, cut.shape[cut.dim]),)
+            parts = [replace(cut, spans=spans) for spans in every_part]
+            if all(spans == whole for spans in every_part):
+                parts = []
+            ends = accumulate((prod(part.local) for part in parts), initial=0)
+            self._lying[key] = parts, list(pairwise(ends))
+        return self._lying[key]
 
     def runs(self, name: str) -> Sequence[Span]:
         """The elements [first, last) of a whole parameter that lie here, in order; () for all."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -12,6 +13,7 @@ from outsize.memory.chunk import Dtypes
 from outsize.optim.declared import StateSpec
 
 PARAMETERS, GRADIENTS, MASTER = "parameters", "gradients", "master"
+_OTHERS = MappingProxyType({name: StateSpec(name) for name in (PARAMETERS, GRADIENTS, MASTER)})
 
 
 @dataclass(frozen=True)
@@ -51,4 +53,5 @@ class Kept:
 
     def spec(self, table: ChunkTable, what: str) -> StateSpec:
         """What is declared of a state; what is no optimizer's is of the weights' size."""
-        return next((s for s in self.specs(table) if s.name == what), StateSpec(what))
+        found = next((s for s in self.specs(table) if s.name == what), None)
+        return found or _OTHERS.get(what) or StateSpec(what)

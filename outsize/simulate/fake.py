@@ -19,6 +19,7 @@ from outsize.torch_private import (
     FakeTensorMode,
     device_asked,
     disable_current_modes,
+    fake_as,
     grouped_product,
     leave_compiler_out,
     storage_key,
@@ -80,6 +81,7 @@ class FakeMode(FakeTensorMode):
         leave_compiler_out()
         super().__init__()
         self.fake_tensor_converter = _Converter(copy_data=False, export=False)
+        self._facts: dict[torch.device, dict[str, Any]] = {}  # of tensors on a device
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -172,7 +174,10 @@ class FakeMode(FakeTensorMode):
         meta = torch.empty_strided(out.shape, out.stride, dtype=out.dtype, device="meta")
         if out.of is not None:
             meta.set_(tensors[out.of].untyped_storage(), out.offset, out.shape, out.stride)
-        return FakeTensor(self, meta, out.device)
+        if out.device not in self._facts:
+            facts = vars(FakeTensor(self, meta, out.device))
+            self._facts[out.device] = {n: x for n, x in facts.items() if n != "fake_mode"}
+        return fake_as(self._facts[out.device], meta, self)
 
 
 @cache

@@ -296,10 +296,14 @@ def _play(
 def cost_of(
     engine: Engine, step: Step, ledger: Ledger, gone: Mapping[str, int] | None = None
 ) -> ActionCost:
-    """What an action takes, alone. gone: bytes by kind of a microbatch that goes with it."""
+    """What an action takes, alone. ledger: entered. gone: bytes by kind of a microbatch that goes
+    with it."""
     before, total, counter = dict(ledger.live), ledger.total, Counter()
-    with counter:
+    ledger.told = counter.count
+    try:
         event = engine.alone(step)
+    finally:
+        ledger.told = None
     delta = _change(ledger, before)
     if gone:
         delta = {k: delta.get(k, 0) + gone.get(k, 0) for k in delta | dict(gone)}

@@ -223,6 +223,7 @@ class Kept:
     they were at the update: after every sum, the one scale and clipping."""
 
     inner: Optimizer
+    rest: Optimizer | None
 
     @property
     def lr(self) -> float:
@@ -239,10 +240,6 @@ class Kept:
     @property
     def approximate(self) -> str | None:
         return self.inner.approximate
-
-    @property
-    def rest(self) -> Optimizer | None:
-        return None if self.inner.rest is None else kept(self.inner.rest)
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
@@ -270,7 +267,8 @@ class KeptApart(Kept):
 
 def kept(inner: Optimizer) -> Kept:
     """An optimizer with the gradients that it is given as one state more."""
-    return KeptApart(inner) if isinstance(inner, Apart) else Kept(inner)
+    rest = None if inner.rest is None else kept(inner.rest)
+    return KeptApart(inner, rest) if isinstance(inner, Apart) else Kept(inner, rest)
 
 
 @contextmanager

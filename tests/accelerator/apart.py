@@ -28,6 +28,7 @@ import pytest
 import torch
 from rates import known_machine
 from remembered import remember
+from trials import shorten
 
 from outsize.hardware.probe import keep
 
@@ -110,6 +111,7 @@ def _serve(on: str, cache: Path, there: Connection, rehearsed: Path | None) -> N
             torch.ones(1, requires_grad=True).sum().backward()
             strict.start("eager")
             rates = _rates()
+    shorten()
     if rehearsed is not None:
         remember(rehearsed, pytest.MonkeyPatch())
     gc.freeze()

@@ -41,7 +41,7 @@ from outsize.techniques.optim.adamw8bit import AdamW8Bit, Settings
 CPU = torch.device("cpu")
 STEPS, LR = 3, 1e-2
 PIECE = 1 << 9  # elements of a part of what streams: tiny chunks are cut as large ones are
-TIER = 1 << 24  # bytes
+TIER = 1 << 22  # bytes: the device fills what is page-locked when it is taken and let go
 UNPINNED = "copy of unpinned memory"
 Waited = Mapping[tuple[str, str], int]  # as strict.waits counts
 PROMPTS, NEW = ((5, 17, 2, 44, 9), (3,)), 3

@@ -442,11 +442,12 @@ KILLED = textwrap.dedent(
         for name in NAMES:
             setattr(os, name, wrap(name, getattr(os, name)))
 
+    with t.Store(root / "two", keep_last=2) as store:
+        t._save(store, 1)
+        t._save(store, 2)
     for fatal in range(1, 1000):
         directory = root / f"kill-{fatal}"
-        with t.Store(directory, keep_last=2) as store:
-            t._save(store, 1)
-            t._save(store, 2)
+        t.shutil.copytree(root / "two", directory)
         child = os.fork()
         if child == 0:
             store = t.Store(directory, keep_last=2, shard_bytes=1150)

@@ -16,10 +16,10 @@ import outsize
 from outsize.models.build import build, materialise, segments
 from outsize.models.families import parse
 
-CAP = 700 << 20  # Python, PyTorch and all
+CAP = 500 << 20  # Python, PyTorch and all
 CONFIG = {
     "model_type": "llama", "vocab_size": 4096, "hidden_size": 2048, "intermediate_size": 5632,
-    "num_hidden_layers": 10, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "num_hidden_layers": 7, "num_attention_heads": 16, "num_key_value_heads": 8,
     "max_position_embeddings": 256, "initializer_range": 0.05,
 }  # fmt: skip
 CODE = """
@@ -27,7 +27,7 @@ import os, sys
 open(sys.argv[2] + "/cgroup.procs", "w").write(str(os.getpid()))
 import torch, outsize
 torch.set_num_threads(1)
-with outsize.load(sys.argv[1], memory="200MiB") as model:
+with outsize.load(sys.argv[1], memory="150MiB") as model:
     print(*outsize.generate(model, [3, 1, 4, 1, 5], 2))
 """
 
