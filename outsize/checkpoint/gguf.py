@@ -8,20 +8,21 @@ O outputs, I inputs, H heads, P pairs of features of a head that turn together.
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from outsize.checkpoint.gguf_words import Words, facts_of
 from outsize.errors import OutsizeError
 from outsize.models.coding import format_of
-from outsize.models.config import DecoderConfig
+from outsize.models.config import DecoderConfig, Rope
 from outsize.models.decoder import Decoder
+from outsize.models.rope import frequencies
 
 MAGIC, VERSION, ALIGN = b"GGUF", 3, 32
 _CODES = {"u32": 4, "f32": 6, "bool": 7, "str": 8, "list": 9, "i32": 5}
@@ -37,6 +38,7 @@ FAMILIES = {
     "llama": ("llama", True), "mistral": ("llama", True), "qwen2": ("qwen2", False),
     "qwen3": ("qwen3", False),
 }  # fmt: skip
+FACTORS = "rope_freqs.weight"  # of Llama 3.1's way of stretching turns, which no fact says
 OUTER = {"prologue.tokens": "token_embd", "epilogue.norm": "output_norm", "epilogue.head": "output"}
 BLOCK = {
     "attention_norm": "attn_norm", "attention.q": "attn_q", "attention.k": "attn_k",
@@ -67,7 +69,8 @@ def check(config: DecoderConfig, kind: str) -> None:
             f"gguf has no name here for the family {config.family}; expected one of"
             f" {', '.join(FAMILIES)}: export it --to hf"
         )
-    scaled = [rope.kind for rope in config.ropes.values() if rope.kind not in ("default", "linear")]
+    known = {"default", "linear"} | ({"llama3"} if FAMILIES[config.family][0] == "llama" else set())
+    scaled = [rope.kind for rope in config.ropes.values() if rope.kind not in known]
     windows = {layer.window for layer in config.layers} - {None}
     lacking = {
         "a window": windows, config.rewired: config.rewired, "experts": config.experts,
@@ -77,14 +80,14 @@ def check(config: DecoderConfig, kind: str) -> None:
         raise OutsizeError(f"gguf: the model has {what}, which is not written; export it --to hf")
 
 
-def write(model: Decoder, path: Path, kind: str, tokenizer: Path, name: str) -> list[str]:
+def write(model: Decoder, path: Path, kind: str, tokenizer: Words | None, name: str) -> list[str]:
     """Write a plain decoder; gives what there is to say of it. kind: of the blocks' matrices; norms
     and biases are F32, embedding and head F16 (F32 in a file of that), as are matrices whose rows
-    blocks of the kind do not divide. tokenizer: a tokenizer.json."""
+    blocks of the kind do not divide. tokenizer: None where there is none."""
     config = model.config
     check(config, kind)
     facts = dict(_facts(config, kind, name))
-    words, why = _words(tokenizer, config)
+    words, why = facts_of(tokenizer, config)
     facts |= words
     kept = list(_tensors(model, kind))
     with path.open("wb") as file:
@@ -109,8 +112,20 @@ def named(name: str) -> str:
     return f"blk.{block}.{BLOCK[inside]}.{leaf}"
 
 
+def factors_of(rope: Rope) -> Tensor:
+    """What the frequency of each pair is divided by, float64 (P)."""
+    here = torch.device("cpu")
+    return frequencies(replace(rope, kind="default"), 0, here) / frequencies(rope, 0, here)
+
+
 def _tensors(model: Decoder, kind: str) -> Iterator[Kept]:
     paired = FAMILIES[model.config.family][1]
+    (rope,) = model.config.ropes.values()
+    if rope.kind == "llama3":
+        pairs = factors_of(rope).to(torch.float32)
+        yield Kept(
+            FACTORS, tuple(pairs.shape), "F32", pairs.nbytes, lambda: pairs.view(torch.uint8)
+        )
     for name, parameter in model.named_parameters():
         module = name.rpartition(".")[0]
         inside = module.split(".", 2)[2] if module.startswith("blocks.") else module
@@ -169,40 +184,6 @@ def _facts(config: DecoderConfig, kind: str, name: str) -> Iterator[tuple[str, t
     if rope.kind == "linear":
         yield f"{kin}.rope.scaling.type", ("str", "linear")
         yield f"{kin}.rope.scaling.factor", ("f32", rope.factor)
-
-
-_PLAIN, _SPECIAL, _UNUSED = 1, 3, 5  # types of tokens in ggml
-
-
-def _words(path: Path, config: DecoderConfig) -> tuple[Mapping[str, tuple[str, Any]], str]:
-    """What a file says of a byte-level BPE; of another tokenizer nothing, and why."""
-    if not path.is_file():
-        return {}, "the tokenizer is left out: there is no tokenizer.json"
-    said = json.loads(path.read_text(encoding="utf-8"))
-    inner = said.get("model", {})
-    level = "ByteLevel" in json.dumps(said.get("pre_tokenizer"))
-    if inner.get("type") != "BPE" or not level:
-        return {}, f"the tokenizer is left out: it is no byte-level BPE but {inner.get('type')}"
-    words = [f"[PAD{i}]" for i in range(config.vocab)]
-    kinds = [_UNUSED] * config.vocab
-    added = {x["id"]: x["content"] for x in said.get("added_tokens", [])}
-    for word, number in {**inner["vocab"], **{w: i for i, w in added.items()}}.items():
-        if number < config.vocab:
-            words[number], kinds[number] = word, _SPECIAL if number in added else _PLAIN
-    merges = [m if isinstance(m, str) else " ".join(m) for m in inner.get("merges", [])]
-    found: dict[str, tuple[str, Any]] = {
-        "tokenizer.ggml.model": ("str", "gpt2"),
-        "tokenizer.ggml.pre": ("str", "qwen2" if config.family.startswith("qwen") else "default"),
-        "tokenizer.ggml.tokens": ("list", ("str", words)),
-        "tokenizer.ggml.token_type": ("list", ("i32", kinds)),
-        "tokenizer.ggml.merges": ("list", ("str", merges)),
-    }
-    for key, theirs in (("bos_token_id", "bos"), ("eos_token_id", "eos")):
-        number = config.source.get(key)
-        number = number[0] if isinstance(number, list) else number
-        if isinstance(number, int):
-            found[f"tokenizer.ggml.{theirs}_token_id"] = ("u32", number)
-    return found, ""
 
 
 def _head(file: BinaryIO, facts: Mapping[str, tuple[str, Any]], kept: list[Kept]) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outsize.checkpoint.contents import WEIGHTS, merged, write_groups
-from outsize.checkpoint.gguf import FAMILIES, FLOATS, named
+from outsize.checkpoint.gguf import FACTORS, FAMILIES, FLOATS, factors_of, named
 from outsize.checkpoint.gguf_file import GgufFile, Span, coder, open_gguf
 from outsize.checkpoint.gguf_words import ends, tokens, write_words
 from outsize.checkpoint.hub import MAX_SHARD_BYTES, whole_directory, write_config
@@ -30,7 +30,6 @@ from outsize.models.config import DecoderConfig, Rope
 from outsize.models.decoder import Decoder
 from outsize.models.families import parse
 from outsize.models.names import layout
-from outsize.models.rope import frequencies
 
 SUFFIX = ".gguf"
 CACHE = Path("~/.cache/outsize/gguf")
@@ -142,7 +141,7 @@ def _scaling(file: GgufFile, kin: str, head: int, theta: float) -> dict[str, Any
         return {"rope_type": "linear", "factor": file.fact(f"{kin}.rope.scaling.factor", float)}
     if kind != "none":
         raise OutsizeError(f"{file.path}: {kin}.rope.scaling.type is {kind!r}, which is not read")
-    span = file.spans.get("rope_freqs.weight")
+    span = file.spans.get(FACTORS)
     if span is None:
         return None
     factors = file.values(span).double()
@@ -151,15 +150,13 @@ def _scaling(file: GgufFile, kin: str, head: int, theta: float) -> dict[str, Any
                 "high_freq_factor": 4.0, "original_max_position_embeddings": _TRAINED}  # fmt: skip
         if torch.allclose(_llama3(head, theta, factor), factors, rtol=1e-4):
             return said
-    raise OutsizeError(f"{file.path}: rope_freqs.weight has factors of no rope that is read")
+    raise OutsizeError(f"{file.path}: {FACTORS} has factors of no rope that is read")
 
 
 def _llama3(head: int, theta: float, factor: float) -> Tensor:
     """What Llama 3.1 divides the frequency of each pair by."""
     plain = Rope(head, theta)
-    scaled = replace(plain, kind="llama3", factor=factor, trained=_TRAINED)
-    here = torch.device("cpu")
-    return frequencies(plain, 0, here) / frequencies(scaled, 0, here)
+    return factors_of(replace(plain, kind="llama3", factor=factor, trained=_TRAINED))
 
 
 def _matrix(name: str, span: Span) -> bool:
@@ -181,7 +178,7 @@ def _spans(file: GgufFile, model: Decoder) -> list[tuple[str, Span]]:
                 f" {tuple(parameter.shape)}, by its facts"
             )
         found.append((name, span))
-    extra = file.spans.keys() - {one.name for _, one in found} - {"rope_freqs.weight"}
+    extra = file.spans.keys() - {one.name for _, one in found} - {FACTORS}
     if extra:
         raise OutsizeError(f"{file.path}: the tensor {min(extra)!r} is unexpected")
     return found

@@ -1,25 +1,30 @@
-"""The tokenizer that a GGUF file holds, as the files of a Hugging Face directory.
+"""The tokenizer of a GGUF file as the files of a Hugging Face directory, and the other way.
 
 Byte-level BPE (`gpt2`) has its merges there, and the name of the way in which texts are split
 before; SentencePiece's BPE (`llama`) has scores, from which its merges follow: of two tokens that
-make a third one the pair is joined sooner whose third has the higher score.
+make a third one the pair is joined sooner whose third has the higher score. Written is the first
+kind alone, where its way of splitting has a name.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outsize.checkpoint.gguf_file import GgufFile
 from outsize.checkpoint.writing import write_json
 from outsize.errors import OutsizeError
 
 if TYPE_CHECKING:
     import tokenizers
 
-KEY = "tokenizer.ggml"
-CONTROL, DEFINED, UNUSED, BYTE = 3, 4, 5, 6  # types of tokens
+    from outsize.checkpoint.gguf_file import GgufFile
+    from outsize.models.config import DecoderConfig
+
+KEY, TEMPLATE = "tokenizer.ggml", "tokenizer.chat_template"
+PLAIN, CONTROL, DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6  # types of tokens
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -32,6 +37,78 @@ SPLITS = {
     "llama-v3": _LLAMA3, "smaug-bpe": _LLAMA3, "qwen2": _QWEN2,
 }  # fmt: skip
 _SINGLE = {"smollm": _GPT2}  # every digit alone
+_WRITTEN = {_GPT2: "gpt-2", _LLAMA3: "llama-bpe", _QWEN2: "qwen2"}
+
+
+@dataclass(frozen=True)
+class Words:
+    """A tokenizer. content: of its tokenizer.json; start: the token that it puts before texts, None
+    for none; eos: what ends one; template: of its chats."""
+
+    content: str
+    start: int | None
+    eos: int
+    template: str | None
+
+
+def facts_of(own: Words | None, config: DecoderConfig) -> tuple[Mapping[str, tuple[str, Any]], str]:
+    """What a file says of a byte-level BPE and of its chat template; of another tokenizer nothing,
+    and why."""
+    if own is None:
+        return {}, "the tokenizer is left out: there is no tokenizer.json"
+    said = json.loads(own.content)
+    inner, pre = said.get("model") or {}, said.get("pre_tokenizer")
+    if inner.get("type") != "BPE" or "ByteLevel" not in json.dumps(pre):
+        return {}, f"the tokenizer is left out: it is no byte-level BPE but {inner.get('type')}"
+    merges = [m if isinstance(m, str) else " ".join(m) for m in inner.get("merges", [])]
+    split = _split_of(pre) if merges else "gpt-2"  # bytes alone are the same, however split
+    if split is None:
+        return {}, "the tokenizer is left out: gguf has no name here for how it splits texts"
+    words = [f"[PAD{i}]" for i in range(config.vocab)]
+    kinds = [UNUSED] * config.vocab
+    added = said.get("added_tokens", [])
+    every = [(word, number, PLAIN) for word, number in inner["vocab"].items()]
+    every += [(x["content"], x["id"], CONTROL if x.get("special") else DEFINED) for x in added]
+    for word, number, kind in every:
+        if number < config.vocab:
+            words[number], kinds[number] = word, kind
+    found: dict[str, tuple[str, Any]] = {
+        f"{KEY}.model": ("str", "gpt2"), f"{KEY}.pre": ("str", split),
+        f"{KEY}.tokens": ("list", ("str", words)), f"{KEY}.token_type": ("list", ("i32", kinds)),
+        f"{KEY}.merges": ("list", ("str", merges)),
+    }  # fmt: skip
+    bos = _first(config.source.get("bos_token_id")) if own.start is None else own.start
+    eos = _first(config.source.get("eos_token_id"))
+    for name, number in (("bos", bos), ("eos", own.eos if eos is None else eos)):
+        if number is not None:
+            found[f"{KEY}.{name}_token_id"] = ("u32", number)
+    found[f"{KEY}.add_bos_token"] = ("bool", own.start is not None)
+    return (found if own.template is None else {**found, TEMPLATE: ("str", own.template)}), ""
+
+
+def _first(said: object) -> int | None:
+    """An id, of several the first."""
+    one = said[0] if isinstance(said, list) and said else said
+    return one if type(one) is int else None
+
+
+def _split_of(pre: Mapping[str, Any]) -> str | None:
+    """What llama.cpp calls the way in which a tokenizer.json splits texts before merges, None where
+    that has no name here."""
+    steps = pre.get("pretokenizers", []) if pre["type"] == "Sequence" else [pre]
+    *before, level = steps
+    if level["type"] != "ByteLevel" or level.get("add_prefix_space", True):
+        return None
+    if level.get("use_regex", True):
+        before = [*before, {"type": "Split", "pattern": {"Regex": _GPT2}, "behavior": "Isolated"}]
+    single = before[:1] == [{"type": "Digits", "individual_digits": True}]
+    splits = before[single:]
+    if len(splits) != 1 or splits[0]["type"] != "Split" or splits[0].get("invert"):
+        return None
+    if splits[0].get("behavior") != "Isolated":
+        return None
+    name = _WRITTEN.get(splits[0]["pattern"].get("Regex"))
+    return ("smollm" if name == "gpt-2" else None) if single else name
 
 
 def write_words(file: GgufFile, directory: Path) -> str:
@@ -81,7 +158,8 @@ def _byte_level(file: GgufFile, split: str) -> tokenizers.Tokenizer:
     lost = [one for one in kept if not {*one, "".join(one)} <= vocabulary.keys()]
     if lost or len(kept) < len(merges):
         raise OutsizeError(f"{file.path}: {KEY}.merges joins tokens that are not there")
-    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=kept))
+    whole = SPLITS.get(split) == _LLAMA3  # a word that is a token is one, whatever merges give
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=kept, ignore_merges=whole))
     if split == "qwen2":
         inner.normalizer = normalizers.NFC()
     single = [pre_tokenizers.Digits(individual_digits=True)] if split in _SINGLE else []
@@ -170,5 +248,5 @@ def _settings(file: GgufFile) -> dict[str, Any]:
         number = file.facts.get(f"{KEY}.{key}_token_id")
         if isinstance(number, int) and number in range(len(words)):
             found[f"{name}_token"] = words[number]
-    template = file.facts.get("tokenizer.chat_template")
+    template = file.facts.get(TEMPLATE)
     return found if not isinstance(template, str) else {**found, "chat_template": template}

@@ -170,6 +170,8 @@ def adapters_of(said: Iterable[str]) -> list[tuple[str, float]]:
     found = []
     for text in said:
         path, equals, number = text.rpartition("=")
+        if Path(text).expanduser().is_dir():  # as runs/lr=1e-4
+            equals = number = ""
         try:
             weight = float(number) if equals else 1.0
         except ValueError:

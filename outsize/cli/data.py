@@ -28,7 +28,13 @@ def data() -> None:
 @click.argument("files", nargs=-1, required=True)
 @click.option("--model", help="A model's directory, whose tokenizer and template are taken.")
 @click.option("--sequence", type=click.IntRange(1), help="Tokens of a row.")
-@click.option("--count", default=3, show_default=True, help="Samples that are shown.")
+@click.option(
+    "--count",
+    default=3,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Samples that are shown.",
+)
 @click.option("--page", type=click.Path(path_type=Path), metavar="FILE", help="Write a page, too.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set a key; repeatable.")
 def show(
@@ -62,7 +68,9 @@ def _resolved(
     files: tuple[str, ...], model: str | None, sequence: int | None, sets: tuple[str, ...]
 ) -> Resolved:
     """The keys that say how data are read, as a run has them."""
+    from outsize.checkpoint.adapters import tokenizer_directory
     from outsize.train.derive import row_of
+    from outsize.train.model import directory_of
     from outsize.train.resolve import as_sets, is_file, resolve
 
     run = files[0] if len(files) == 1 and is_file(files[0]) and files[0].endswith("ml") else None
@@ -71,11 +79,13 @@ def _resolved(
         "model.name": model,
         "train.sequence": sequence,
     }
-    resolved = resolve(run, (*as_sets(own), *sets))
-    name = Path(resolved.get("model.name")).expanduser()
-    has = (name / "tokenizer.json").is_file()
-    resolved = resolved.derive("data.tokenizer", str(name) if has else "bytes", "the model's")
-    return row_of(resolved, name)
+    resolved, directory = directory_of(resolve(run, (*as_sets(own), *sets)))
+    if directory is None:
+        return row_of(resolved.derive("data.tokenizer", "bytes", "a preset's"), Path())
+    home = tokenizer_directory(directory)
+    has = (home / "tokenizer.json").is_file()
+    resolved = resolved.derive("data.tokenizer", str(home) if has else "bytes", "the model's")
+    return row_of(resolved, home)
 
 
 def _print(overview: Overview, out: Console) -> None:

@@ -61,9 +61,9 @@ def form_of(record: Any, field: str = "messages") -> Form | None:
     if not isinstance(record, dict):
         return None
     has = {name for name, value in record.items() if value is not None}
-    if field in has and isinstance(record[field], list):
+    if field in has and _is_list(record[field]):
         return "messages"
-    if isinstance(record.get(_SHAREGPT), list):
+    if _is_list(record.get(_SHAREGPT)):
         return "sharegpt"
     if "prompt" in has and has & {*_ANSWERS["completion"]}:
         return "completion"
@@ -120,8 +120,13 @@ def _no_chat(where: str, record: Record, field: str) -> OutsizeError:
 # -- forms -----------------------------------------------------------------------------------------
 
 
+def _is_list(value: Any) -> bool:
+    """Whether that is a list, or JSON that begins as one, as cells of CSV have it."""
+    return isinstance(value, list) or (isinstance(value, str) and value.lstrip()[:2] == "[{")
+
+
 def _listed(where: str, record: Record, name: str) -> list[Any]:
-    found = record.get(name)
+    found = _parsed(record.get(name))
     if not isinstance(found, list) or not found:
         raise OutsizeError(f"{where}: {name} is {_short(found)}; expected a list of messages")
     return found
@@ -260,7 +265,7 @@ def _parsed(value: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 

@@ -171,6 +171,14 @@ def parquet_for(file: SourceFile) -> tuple[Any, type[Exception]]:
         ) from None
 
 
+def _there(value: Any) -> Any:
+    """A value without the null fields of objects in it: all objects of a column have the fields
+    that any of them has."""
+    if isinstance(value, dict):
+        return {name: _there(one) for name, one in value.items() if one is not None}
+    return [_there(one) for one in value] if isinstance(value, list) else value
+
+
 def parquet_rows(file: SourceFile, told: Told) -> Iterator[Placed]:
     parquet, broken = parquet_for(file)
     row = 0
@@ -179,7 +187,7 @@ def parquet_rows(file: SourceFile, told: Told) -> Iterator[Placed]:
             for batch in table.iter_batches(batch_size=256):
                 for record in batch.to_pylist():
                     row += 1
-                    yield f"{file.path}:{row}", record
+                    yield f"{file.path}:{row}", {name: _there(x) for name, x in record.items()}
     except broken as error:
         why = " ".join(str(error).split())[:160]
         raise OutsizeError(f"data file {file.path} not readable as Parquet: {why}") from None

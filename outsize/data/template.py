@@ -6,6 +6,7 @@ outsize/data/templates, in the shape that models of these names are trained on.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -81,12 +82,32 @@ class Template:
             "add_generation_prompt": prompt,
         }  # fmt: skip
         try:
-            return self._compiled.render(values)
+            text, marks = self._compiled.render(values)
+            text.encode()
+            return text, marks
         except OutsizeError:
             raise
+        except UnicodeEncodeError:  # of a call, a tool, a name: contents are looked at before
+            raise OutsizeError(f"{where} holds half a surrogate pair; expected text") from None
         except Exception as error:  # the template's own: whatever it divides, indexes, raises
+            written = [_with_texts(one) for one in messages]
+            if written != list(messages):
+                return self.render(where, written, tools, prompt)
             why = " ".join(str(error).split())[:160]
             raise OutsizeError(f"{where}: the chat template of {self.name} fails: {why}") from None
+
+
+def _with_texts(message: Message) -> Message:
+    """A message whose calls have their arguments as JSON in a text, which some templates join to
+    theirs (DeepSeek's)."""
+
+    def text(call: Mapping[str, Any]) -> Mapping[str, Any]:
+        own = call["function"].get("arguments")
+        written = own if isinstance(own, str) else json.dumps(own, ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": written}}
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [text(one) for one in calls]} if calls else message
 
 
 def template_of(directory: str | None, tokenizer: Tokenizer, name: str = OWN) -> Template | None:
@@ -94,7 +115,7 @@ def template_of(directory: str | None, tokenizer: Tokenizer, name: str = OWN) ->
     or file; None where there is none. OutsizeError for one that cannot be read."""
     folder = None if directory is None else Path(directory).expanduser()
     special = {} if folder is None else _special(folder)
-    text = (None if folder is None else _stored(folder)) if name == OWN else template_text(name)
+    text = (None if folder is None else stored(folder)) if name == OWN else template_text(name)
     if text is None:
         return None
     spoken = tokenizer.text_of(tokenizer.eos) if isinstance(tokenizer, FileTokenizer) else END
@@ -120,7 +141,8 @@ def template_text(name: str) -> str:
     return read_text(Path(name).expanduser())
 
 
-def _stored(folder: Path) -> str | None:
+def stored(folder: Path) -> str | None:
+    """The text of the template in a tokenizer's directory; None where there is none."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

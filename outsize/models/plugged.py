@@ -126,12 +126,29 @@ def merge(model: nn.Module) -> None:
             "merge: the adapter computes what no weight of the model can take up; keep it, or take"
             " it out (outsize.remove_adapter)"
         )
+    _check_unshared(model)
     for _, layer, beside in plugged_layers(model):
         seen, weight = Seen(layer), Seen(layer).matrix()
         weight.copy_(beside.merged(weight.to(torch.promote_types(weight.dtype, torch.float32))))
         if seen.bias is not None:
             seen.bias.copy_(beside.shift(seen.bias))
     unplug(model)
+
+
+def _check_unshared(model: nn.Module) -> None:
+    """OutsizeError where a weight or bias that would take something up is another module's too."""
+    owners = dict[int, list[str]]()
+    for path, module in model.named_modules():
+        for own in module.parameters(recurse=False):
+            owners.setdefault(id(own), []).append(path)
+    for path, layer, _ in plugged_layers(model):
+        for own in layer.parameters(recurse=False):
+            other = next((one for one in owners[id(own)] if one != path), None)
+            if other is not None:
+                raise OutsizeError(
+                    f"merge: {path} shares a weight with {other}, which would compute otherwise"
+                    " then; keep the adapter, or adapt other layers (targets)"
+                )
 
 
 def plugged_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Beside]]:

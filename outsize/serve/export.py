@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from outsize.checkpoint import adapters, gguf
+from outsize.checkpoint.gguf_words import Words
 from outsize.checkpoint.hub import CONFIG, whole_directory, write
 from outsize.checkpoint.manifest import MANIFEST_NAME
+from outsize.data.template import stored
+from outsize.data.tokenizer import FileTokenizer
 from outsize.errors import OutsizeError
 from outsize.models.adapter import OWN, Plainer
 from outsize.models.build import attach, uncoded
@@ -49,9 +52,9 @@ def export(directory: Path, to: str, into: Path, rank: str | None = None) -> lis
         return _peft(_plainer(model), found, into)
     # What it computes: an adapter that was trained beside codes goes into what these stand for.
     model = adapters.merge(uncoded(model))
-    tokenizer = found / "tokenizer.json"
     if kind == "gguf":
-        said = _file(model, into, inner or "F16", tokenizer, directory.name)
+        words = _words(adapters.tokenizer_directory(found))
+        said = _file(model, into, inner or "F16", words, directory.name)
         return [f"{into}: {inner or 'F16'}", *said]
 
     _directory(model, found, into)
@@ -154,14 +157,23 @@ def _peft(model: Decoder, found: Path, into: Path) -> list[str]:
     return [f"{into}: adapter beside {adapters.base_of(model)}", *differing(model, other, into)]
 
 
-def _file(model: Decoder, into: Path, kind: str, tokenizer: Path, name: str) -> list[str]:
+def _words(directory: Path) -> Words | None:
+    """The tokenizer in a directory, if there is one."""
+    if not (directory / "tokenizer.json").is_file():
+        return None
+    own = FileTokenizer.load(directory)
+    start = None if own.start == own.eos else own.start
+    return Words(own.content, start, own.eos, stored(directory))
+
+
+def _file(model: Decoder, into: Path, kind: str, words: Words | None, name: str) -> list[str]:
     """A GGUF file under its name when it is whole."""
     if into.exists():
         raise OutsizeError(f"{into} exists already; choose another path")
     part = into.with_name(f".{into.name}.{os.getpid()}.part")
     try:
         into.parent.mkdir(parents=True, exist_ok=True)
-        said = gguf.write(model, part, kind, tokenizer, name)
+        said = gguf.write(model, part, kind, words, name)
         os.rename(part, into)
     except OSError as error:
         raise OutsizeError(f"cannot write {into}: {error.strerror}") from error

@@ -171,9 +171,17 @@ CALLBACKS.add("wandb", lambda _: Wandb())
 CALLBACKS.add("mlflow", lambda _: MLflow())
 
 
-def made(own: Settings) -> list[Callback]:
-    """The callbacks of a run. OutsizeError for one that is not there."""
-    return [_made(name, own) for name in own.names]
+def made(own: Settings, validates: bool) -> list[Callback]:
+    """The callbacks of a run. validates: whether it holds anything out. OutsizeError for one that
+    is not there, and for one that would never be told what it goes by."""
+    found = [_made(name, own) for name in own.names]
+    for name, one in zip(own.names, found, strict=True):
+        if isinstance(one, KeepBest | EarlyStopping) and not validates:
+            raise OutsizeError(
+                f"{KEY}: {name} goes by validations, and nothing is held out; raise"
+                " data.validation, or name files of your own in data.evaluation"
+            )
+    return found
 
 
 def _made(name: str, own: Settings) -> Callback:
@@ -223,7 +231,7 @@ class Told:
                 return
             try:
                 getattr(one, what, _nothing)(*facts)
-            except Exception as error:  # somebody's own
+            except (Exception, SystemExit) as error:  # somebody's own
                 why = " ".join(str(error).split())[:160]
                 self.failed = OutsizeError(
                     f"{KEY}: {type(one).__name__}.{what} raised {type(error).__name__}: {why}"

@@ -43,24 +43,34 @@ def subject(resolved: Resolved) -> tuple[Resolved, Subject]:
     OutsizeError for neither a preset nor a directory, an unknown family, missing weights, a
     tokenizer with more ids than the model.
     """
-    resolved = _tokenizer_of_data(_of_run(resolved))
+    resolved, directory = directory_of(resolved)
+    resolved = _tokenizer_of_data(resolved)
+    if directory is None:
+        resolved, found = _preset(resolved, resolved.config.model.name)
+    else:
+        resolved, found = _directory(resolved, directory)
+    found = adapted(found, resolved)
+    return resolved, replace(found, config=limited(found.config, resolved.config))
+
+
+def directory_of(resolved: Resolved) -> tuple[Resolved, Path | None]:
+    """Where the model that the keys name lies, None for a preset; and the keys, where that is the
+    checkpoint of a run. OutsizeError for what is neither."""
+    resolved = _of_run(resolved)
     name = resolved.config.model.name
     directory = Path(name).expanduser()
     if SHAPES.find(name) is not None:
-        resolved, found = _preset(resolved, name)
-    elif directory.is_dir():
-        resolved, found = _directory(resolved, directory)
-    elif directory.suffix == ".gguf" and directory.is_file():
+        return resolved, None
+    if directory.is_dir():
+        return resolved, directory
+    if directory.suffix == ".gguf" and directory.is_file():
         raise OutsizeError(
             f"model {name!r} is one file; outsize convert {name} --into DIRECTORY writes what is"
             " trained on"
         )
-    else:
-        raise OutsizeError(
-            f"model {name!r} is neither a preset nor a directory{nearest(name, SHAPES.names())}"
-        )
-    found = adapted(found, resolved)
-    return resolved, replace(found, config=limited(found.config, resolved.config))
+    raise OutsizeError(
+        f"model {name!r} is neither a preset nor a directory{nearest(name, SHAPES.names())}"
+    )
 
 
 def _of_run(resolved: Resolved) -> Resolved:

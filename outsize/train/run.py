@@ -338,7 +338,7 @@ def _train(
                 stream,
                 saved,
                 worker_group,
-                told=_told(ready.setup, store, place.step, worker_group),
+                told=_told(ready, store, place.step, worker_group),
             )
             with closing(job):
                 loop.run(console, stop)
@@ -351,11 +351,11 @@ def _train(
     return 0
 
 
-def _told(setup: Setup, store: Checkpoints, step: int, worker_group: WorkerGroup) -> Told:
+def _told(ready: Ready, store: Checkpoints, step: int, worker_group: WorkerGroup) -> Told:
     """The callbacks of a run that stands behind `step`. OutsizeError for one that is not there."""
-    resolved = setup.resolved
+    resolved, held_out = ready.setup.resolved, ready.data.validation.tokens > 0
     own = resolved.config.technique(callbacks.KEY)
-    found = callbacks.made(own) if own is not None and worker_group.first else []
+    found = callbacks.made(own, held_out) if own is not None and worker_group.first else []
     before = (record for record in read_metrics(store.directory) if callbacks.MEASURE in record)
     records = [record for record in before if record["step"] <= step]
     values = {name: resolved.get(name) for name, *_ in resolved.rows()}

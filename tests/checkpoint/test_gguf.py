@@ -17,7 +17,15 @@ import transformers
 from click.testing import CliRunner
 from gguf import GGMLQuantizationType as Types
 from gguf import quants
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import outsize
@@ -28,6 +36,9 @@ from outsize.cli.main import main
 from outsize.data.template import template_of
 from outsize.data.tokenizer import open_tokenizer
 from outsize.errors import OutsizeError
+from outsize.models.build import build
+from outsize.models.families import parse
+from outsize.serve.export import export
 
 HIDDEN, INNER, HEADS, KV, LAYERS, VOCAB = 256, 512, 4, 2, 2, 40
 MATRICES = {
@@ -150,6 +161,28 @@ def test_llama_3s_factors_are_known_again(tmp_path: Path) -> None:
     torch.testing.assert_close((plain / scaled).double(), factors, rtol=1e-4, atol=0)
 
 
+def test_llama_3s_way_of_stretching_turns_is_written(tmp_path: Path) -> None:
+    """As factors, since no fact says it; transformers makes the same of the config."""
+    facts = {
+        "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 64,
+        "num_key_value_heads": 1, "intermediate_size": 32, "vocab_size": 50, "eos_token_id": 0,
+        "max_position_embeddings": 131072, "rope_theta": 1e4,
+    }  # fmt: skip
+    model = build(parse({"model_type": "llama", **facts, "rope_scaling": ROPE}), 0)
+    outsize.save(model, tmp_path / "model")
+    export(tmp_path / "model", "gguf:F32", tmp_path / "m.gguf")
+    config = transformers.LlamaConfig(**facts, rope_parameters={**ROPE, "rope_theta": 1e4})
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 1e4 ** -(torch.arange(0, 64, 2) / 64)
+    (found,) = (x for x in gguf.GGUFReader(tmp_path / "m.gguf").tensors if "rope" in x.name)
+    assert found.name == "rope_freqs.weight" and found.tensor_type == Types.F32
+    torch.testing.assert_close(torch.tensor(found.data), plain / scaled, rtol=1e-5, atol=0)
+    unpack(tmp_path / "m.gguf", tmp_path / "again", torch.float32)
+    ids = torch.arange(40).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.equal(outsize.load(tmp_path / "again")(ids), model(ids))
+
+
 def test_what_is_not_read_is_said(tmp_path: Path) -> None:
     for name, value, words in (
         ("expert_count", 8, "llama.expert_count is not read"),
@@ -258,6 +291,63 @@ def test_byte_level_tokenizers_come_back(tmp_path: Path, split: str) -> None:
     template = template_of(str(tmp_path), found)
     assert template is not None
     assert template.render("x", [{"content": "a"}], None, False)[0] == "a<|end|>"
+
+
+def exported(home: Path, inner: tokenizers.Tokenizer) -> tuple[list[str], Path]:
+    """What is said of the file of a small model with a tokenizer, and the file."""
+    sizes = {
+        "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "intermediate_size": 16, "max_position_embeddings": 32, "eos_token_id": 0,
+        "vocab_size": inner.get_vocab_size(),
+    }  # fmt: skip
+    outsize.save(build(parse({"model_type": "llama", **sizes}), 0), home / "model")
+    inner.save(str(home / "model" / "tokenizer.json"))
+    (home / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}{{ eos_token }}")
+    return export(home / "model", "gguf:F32", home / "m.gguf"), home / "m.gguf"
+
+
+@pytest.mark.parametrize("split", ["gpt-2", "llama-bpe", "qwen2", "smollm"])
+def test_a_tokenizer_that_is_written_comes_back(tmp_path: Path, split: str) -> None:
+    """By what llama.cpp calls its way of splitting, in which its "default" is yet another one."""
+    inner = level("gpt-2" if split == "smollm" else split)
+    if split in ("gpt-2", "smollm"):
+        whole = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        single = [pre_tokenizers.Digits(individual_digits=True)] if split == "smollm" else []
+        inner.pre_tokenizer = pre_tokenizers.Sequence([*single, whole])
+    inner.add_tokens([AddedToken("<think>", normalized=False)])
+    if split == "llama-bpe":
+        inner.add_special_tokens([AddedToken("<|begin|>", normalized=False)])
+        begin = ("<|begin|>", inner.token_to_id("<|begin|>"))
+        inner.post_processor = processors.TemplateProcessing(
+            single="<|begin|> $A", special_tokens=[begin]
+        )
+    said, file = exported(tmp_path, inner)
+    assert len(said) == 1
+    facts = gguf.GGUFReader(file).fields
+    kinds = dict(zip(facts["tokenizer.ggml.tokens"].contents(),
+                     facts["tokenizer.ggml.token_type"].contents(), strict=True))  # fmt: skip
+    assert facts["tokenizer.ggml.pre"].contents() == split
+    assert (kinds["<|end|>"], kinds["<think>"], kinds["a"]) == (3, 4, 1)
+    assert facts["tokenizer.ggml.add_bos_token"].contents() == (split == "llama-bpe")
+    unpack(file, tmp_path / "again")
+    found = open_tokenizer(str(tmp_path / "again"))
+    for text in (*TEXTS, "a<think>b 2024"):
+        assert found.framed(text) == inner.encode(text).ids
+        assert found.encode(text) == inner.encode(text, add_special_tokens=False).ids
+    template = template_of(str(tmp_path / "again"), found)
+    assert template is not None
+    assert template.render("x", [{"content": "a"}], None, False)[0] == "a<|end|>"
+
+
+def test_a_way_of_splitting_without_a_name_is_said(tmp_path: Path) -> None:
+    inner = level("gpt-2")
+    inner.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(tokenizers.Regex(r"\d+"), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ])  # fmt: skip
+    said, file = exported(tmp_path, inner)
+    assert said[1:] == ["the tokenizer is left out: gguf has no name here for how it splits texts"]
+    assert "tokenizer.ggml.model" not in gguf.GGUFReader(file).fields
 
 
 def test_pieces_with_scores_come_back(tmp_path: Path) -> None:

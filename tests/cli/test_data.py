@@ -52,6 +52,19 @@ def test_targets_are_marked_and_what_is_cut_off_is_shown(home):
     assert f"{targets} targets, {share:.1%} of the tokens" in printed
 
 
+def test_a_model_is_what_a_run_takes_for_one(home):
+    words = ("show", home / "chats.jsonl", "--sequence", 70, "--model")
+    (home / "adapter").mkdir()
+    said = {"base_model_name_or_path": str(home / "model"), "peft_type": "LORA"}
+    (home / "adapter" / "adapter_config.json").write_text(json.dumps(said))
+    assert called(*words, home / "adapter") == called(*words, home / "model")
+    result = CliRunner().invoke(main, ["data", *map(str, words), "tinny"])
+    assert (
+        result.exit_code == 2
+        and "'tinny' is neither a preset nor a directory; did" in result.output
+    )
+
+
 class Reading(HTMLParser):
     """The text in <pre>, and that of its parts by tag."""
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import outsize
+from outsize.cli.command import adapters_of
 from outsize.models.build import build
 from outsize.models.families import parse
 from outsize.serve.model import Model
@@ -278,3 +279,9 @@ def test_a_merged_model_is_the_plain_one_with_its_tokenizer(invoke, model, tmp_p
     assert half.exit_code == 0 and kinds == {torch.bfloat16}
     again = invoke("merge", tmp_path / "merged", "--into", tmp_path / "other")
     assert again.exit_code == 2 and "has no adapter" in again.output
+
+
+def test_a_directory_of_an_adapter_may_have_an_equals_sign_in_its_name(tmp_path):
+    (tmp_path / "lr=0.1").mkdir()
+    named = adapters_of([f"{tmp_path}/lr=0.1", f"{tmp_path}/lr=0.1=-2"])
+    assert named == [(f"{tmp_path}/lr=0.1", 1.0), (f"{tmp_path}/lr=0.1", -2.0)]

@@ -62,6 +62,8 @@ FORMS = {
                            "tool_calls": [{"type": "function", "function": CALL}]},
          {"role": "tool", "content": "4"}, SAID[1]],
     ),
+    "a cell of CSV": ("messages", {"messages": json.dumps(SAID), "id": "7"}, SAID),
+    "ShareGPT in a cell": ("sharegpt", {"conversations": f" {json.dumps(SPOKEN)}"}, SAID),
     "Alpaca": ("alpaca", {"instruction": "2 + 2?", "input": "", "output": "4"}, SAID[:2]),
     "Alpaca, all of it": (
         "alpaca",
@@ -105,6 +107,8 @@ def test_a_field_of_another_name_and_a_form_that_is_named():
         ({"messages": SAID, "tools": "{}"}, r"tools is \{\}; expected a list of tools"),
         ({"messages": [*SAID, {"role": "assistant", "tool_calls": [{"id": "c"}]}]},
          "expected a function with its name and arguments"),
+        ({"messages": [*SAID, {"role": "assistant", "tool_calls": [
+            {"function": "[" * 10**5}]}]}, "expected a function with its name and arguments"),
         ({"messages": [*SAID, {"role": "assistant", "tool_calls": "add"}]}, "a list of calls"),
     ],
 )  # fmt: skip

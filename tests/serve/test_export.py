@@ -150,6 +150,9 @@ def test_what_gguf_has_no_name_for_is_refused(tmp_path):
     with pytest.raises(OutsizeError, match="no name here for the family gemma2"):
         export(directory, "gguf", tmp_path / "m.gguf")
     with pytest.raises(OutsizeError, match="has llama3, which is not written"):
+        export(saved(tmp_path, "qwen2", rope_scaling=rope), "gguf", tmp_path / "m.gguf")
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+    with pytest.raises(OutsizeError, match="has yarn, which is not written"):
         export(saved(tmp_path, "llama", rope_scaling=rope), "gguf", tmp_path / "m.gguf")
     for kind, words in (("gguf:Q5", "gguf:Q5 is not known"), ("onnx", "'onnx' is not known")):
         with pytest.raises(OutsizeError, match=words):

@@ -14,6 +14,7 @@ import torch
 from chats import CHATS, MARKED, PLAIN, TEMPLATES, foreign, jsonl, messages, template
 from streamed import plan_of
 from threads import play
+from tokenizers import Tokenizer as Inner
 from torch.nn import functional as F
 
 from outsize.collectives import Mesh
@@ -54,6 +55,12 @@ def documents(data):
     edges = [0, *data.ends.tolist()]
     for start, stop in itertools.pairwise(edges):
         yield data.tokens_N[start:stop].tolist(), data.weights_N[start:stop].tolist()
+
+
+CALLING = (
+    "{% for m in messages %}{{ m.role }}{{ m.content }}"
+    "{{ (m.tool_calls or [])|tojson }}{% endfor %}"
+)
 
 
 # -- tokens and targets ----------------------------------------------------------------------------
@@ -113,6 +120,45 @@ def test_parquet(tmp_path):
         assert weights == [one * (1.0 if at else 0.5) for one in mask]
 
 
+def test_calls_in_parquet_have_the_arguments_that_they_have_in_json(tmp_path):
+    """A column's objects have the fields of all of them there, null where one has none."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    directory = chats.tokenizer(tmp_path / "tokenizer", CALLING)
+    rows = []
+    for arguments in ({"at": "a", "in": {"deep": [{"x": 1}]}}, {"in": {"other": True}, "on": 2}):
+        call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+        said = {"role": "assistant", "content": "so", "tool_calls": [call]}
+        rows.append({"messages": [{"role": "user", "content": "q"}, said]})
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "chats.parquet")
+    found = opened(tmp_path, str(tmp_path / "chats.parquet"), directory, 999).train
+    wanted = opened(tmp_path, rows, directory, 999).train
+    assert list(documents(found)) == list(documents(wanted))
+
+
+def test_a_token_that_the_prompt_has_too_is_no_target(tmp_path):
+    """Special tokens that take the white space behind them, as Phi-3's, reach into the answer."""
+    text = (
+        "{% for m in messages %}<|head|>{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|head|>{% endif %}"
+    )
+    directory = chats.tokenizer(tmp_path / "tokenizer", text)
+    said = json.loads((directory / "tokenizer.json").read_text())
+    said["added_tokens"] = [one | {"rstrip": True} for one in said["added_tokens"]]
+    (directory / "tokenizer.json").write_text(json.dumps(said))
+    chat = [("user", "the mat"), ("assistant", "\n\n  sat"), ("user", "x"), ("assistant", "on")]
+    data = opened(tmp_path, [{"messages": messages(chat)}], directory).train
+    ((ids, weights),) = documents(data)
+    inner = Inner.from_file(str(directory / "tokenizer.json"))
+    head, end = (inner.token_to_id(one) for one in ("<|head|>", "<|im_end|>"))
+    assert ids.count(head) == 4 and ids.count(end) == 4
+    answers = [at for at, one in enumerate(ids) if one == head][1::2]
+    wanted = [0.0] * len(ids)
+    for at in answers:
+        stop = ids.index(end, at)
+        wanted[at + 1 : stop + 1] = [1.0] * (stop - at)
+    assert weights == wanted
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 GOOD = {"messages": messages(CHATS[0])}
@@ -146,6 +192,14 @@ BAD = {
         said(("assistant", "b"), ("user", "a"), weight=1), "is the user's and has a weight"
     ),
 }  # fmt: skip
+
+
+def test_half_a_surrogate_pair_in_a_call_is_named(tmp_path):
+    directory = chats.tokenizer(tmp_path / "tokenizer", CALLING)
+    call = {"function": {"name": "look", "arguments": {"at": "\ud800"}}}
+    record = said(("user", "a"), ("assistant", "b"), tool_calls=[call])
+    with pytest.raises(OutsizeError, match=r"chats\.jsonl:1 holds half a surrogate pair"):
+        opened(tmp_path, [record], directory)
 
 
 @pytest.mark.parametrize("name", BAD)

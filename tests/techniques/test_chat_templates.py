@@ -232,6 +232,20 @@ def test_targets_are_those_of_a_second_implementation(tmp_path, directory, name)
     assert bool(log.apart) == own and not log.unended
 
 
+def test_a_template_that_joins_arguments_to_its_text_gets_text(tmp_path):
+    """As DeepSeek's, where others write an object."""
+    (tmp_path / "own.jinja").write_text(
+        "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+        "{{ '<' + c.function.name + c.function.arguments + '>' }}{% endfor %}{% endfor %}"
+    )
+    own = template_of(None, open_tokenizer("bytes"), str(tmp_path / "own.jinja"))
+    call = {"name": "f", "arguments": {"a": {"b": [1, "é", None]}}}
+    said = {"role": "assistant", "content": None, "tool_calls": [{"function": call}]}
+    text, _ = own.render("here", [{"role": "user", "content": "q"}, said], None, False)
+    assert text == 'q<f{"a": {"b": [1, "é", null]}}>'
+    assert call["arguments"] == {"a": {"b": [1, "é", None]}}
+
+
 def test_chatml_writes_calls_as_qwen_does_and_what_writes_none_refuses_them():
     call = {"name": "weather", "arguments": {"city": "Rome", "days": [1, 2]}}
     said = {"role": "assistant", "content": None, "tool_calls": [{"function": call}]}

@@ -49,10 +49,15 @@ class Raising(outsize.Callback):
             raise ValueError("a disk\nof mine is full")
 
 
+class Leaving(outsize.Callback):
+    def saved(self, step, path) -> None:
+        sys.exit("enough")
+
+
 @pytest.fixture
 def mine(monkeypatch):
     module = ModuleType("mine")
-    module.Noted, module.Raising = Noted, Raising
+    module.Noted, module.Raising, module.Leaving = Noted, Raising, Leaving
     Noted.said = []
     monkeypatch.setitem(sys.modules, "mine", module)
 
@@ -92,6 +97,19 @@ def test_one_that_raises_ends_the_run_which_is_saved_first(runs, mine) -> None:
     assert "callbacks: Raising.step raised ValueError: a disk of mine is full" in said
     assert "step 5 is saved: outsize train --resume" in said
     assert Store(runs.home / "run").latest() == 5
+
+
+def test_one_that_leaves_is_one_that_raises(runs, mine) -> None:
+    with pytest.raises(OutsizeError, match=r"Leaving\.saved raised SystemExit: enough; st"):
+        runs.train(callbacks="[mine:Leaving]")
+    assert Store(runs.home / "run").latest() == 4
+
+
+@pytest.mark.parametrize("name", ["keep-best", "early-stopping"])
+def test_what_goes_by_validations_wants_some(runs, name) -> None:
+    with pytest.raises(OutsizeError, match=f"callbacks: {name} goes by validations, and nothing"):
+        runs.train(callbacks=f"[{name}]", data__validation=0)
+    assert Store(runs.home / "run").latest() is None
 
 
 def test_the_best_step_is_kept_under_its_name_also_where_a_run_goes_on(runs, measured) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from outsize.errors import OutsizeError
 from outsize.models.adapter import (
     FORMATS,
     Adapted,
@@ -43,6 +44,13 @@ MAGNITUDES = "use_dora"  # in a file: it is another method's
 OTHERS = {
     "bias": "none", "trainable_token_indices": None, "lora_bias": False, "layer_replication": None,
 }  # fmt: skip
+# The same of what only some of its versions know.
+_NEWER = {
+    "alora_invocation_tokens": None, "arrow_config": None, "kasa_config": None,
+    "monteclora_config": None, "use_bdlora": None, "use_qalora": False,
+}  # fmt: skip
+INITIAL = "init_lora_weights"
+_KEPT = ("gaussian", "eva", "mica", "orthogonal")  # begin so, beside weights that stay
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ def said(one: Any) -> dict[str, Any]:
     """What a file says of settings that have rank, alpha and rank_stabilised."""
     return {
         "r": one.rank, "lora_alpha": one.alpha, "lora_dropout": 0.0, MAGNITUDES: False,
-        "use_rslora": one.rank_stabilised, "init_lora_weights": True, **OTHERS,
+        "use_rslora": one.rank_stabilised, INITIAL: True, **OTHERS,
     }  # fmt: skip
 
 
@@ -92,7 +100,14 @@ def read_settings(
     found: Mapping[str, Any], naming: Naming
 ) -> tuple[int, float, tuple[str, ...], bool]:
     """Rank, alpha, targets and whether the scale is the rank-stabilised one."""
-    refuse_others(found, OTHERS)
+    refuse_others(found, {**OTHERS, **_NEWER})
+    begun = found.get(INITIAL, True)
+    if not (isinstance(begun, bool) or str(begun).lower() in _KEPT):
+        raise OutsizeError(
+            f"adapter_config.json: {INITIAL} is {begun!r}, which has changed the weights beside"
+            " which it was trained; expected an adapter of the weights as they are, as peft's"
+            " save_pretrained(DIR, path_initial_model_for_weight_conversion=...) writes it"
+        )
     targets = naming(found.get("target_modules"))
     stabilised = bool(found.get("use_rslora", False))
     return number(found, "r"), number(found, "lora_alpha", float), targets, stabilised

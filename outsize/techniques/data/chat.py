@@ -102,7 +102,12 @@ class ChatSource:
         tokens = placed(self.given.tokenizer, sample.text)
         weights = np.zeros(len(tokens.ids), dtype=np.float32)
         for (start, stop), weight in sample.spans:
-            weights[(tokens.starts < stop) & (tokens.ends > start)] = weight
+            said = (tokens.starts < stop) & (tokens.ends > start)
+            over = (said & (tokens.starts < start)).nonzero()[0]  # what the prompt ends in, too
+            if len(over):
+                before = placed(self.given.tokenizer, sample.text[:start]).ids
+                said[over] = [at >= len(before) or before[at] != tokens.ids[at] for at in over]
+            weights[said] = weight
             log.answers += 1
             log.unended += not sample.text[start:stop].rstrip().endswith(self.template.stops)
         weights[:1] = 0.0  # nothing is there to say it from

@@ -333,6 +333,9 @@ def test_what_files_hold_fused_is_refused_with_its_name():
         ({"base_model_name_or_path": "/nowhere"}, "is no directory here"),
         ({"target_modules": ["nose"]}, "names no weight of the blocks"),
         ({"r": 3}, "lora_A.weight' has shape"),
+        ({"alora_invocation_tokens": [3]}, r"alora_invocation_tokens is \[3\]"),
+        ({"use_qalora": True}, "use_qalora is True"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights is 'loftq', which has changed"),
     ],
 )
 def test_an_adapter_that_is_not_read_is_refused(change, words, tmp_path):
@@ -341,3 +344,32 @@ def test_an_adapter_that_is_not_read_is_refused(change, words, tmp_path):
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(OutsizeError, match=words):
         adapters.load(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("way", ["pissa", "olora"])
+def test_an_adapter_beside_other_weights_is_read_as_peft_converts_it_alone(way, tmp_path):
+    """These begin by taking something out of the weights, which their files do not have."""
+    facts = {k: v for k, v in CONFIGS["llama"].items() if k != "model_type"}
+    torch.manual_seed(5)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**facts))
+    model.save_pretrained(tmp_path / "base")
+    model.name_or_path = str(tmp_path / "base")
+    said = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=way
+    )
+    made = peft.get_peft_model(model, said).eval()
+    made.peft_config["default"].init_lora_weights = True
+    made.save_pretrained(tmp_path / "first")
+    made.peft_config["default"].init_lora_weights = way
+    for name, parameter in made.named_parameters():
+        if "lora_" in name:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    expected = made(some_ids()).logits.detach()
+    made.save_pretrained(tmp_path / "theirs")
+    made.save_pretrained(
+        tmp_path / "ours", path_initial_model_for_weight_conversion=str(tmp_path / "first")
+    )
+    with pytest.raises(OutsizeError, match=f"init_lora_weights is '{way}', which has changed"):
+        adapters.load(tmp_path / "theirs")
+    ours = adapters.load(tmp_path / "ours")(some_ids())
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)

@@ -191,6 +191,17 @@ def test_an_adapter_of_another_model_is_refused_and_nothing_changes(tmp_path):
         outsize.adapt(donor, "lora")
 
 
+def test_a_weight_that_others_have_too_takes_nothing_up():
+    model = Tagger()
+    model.head = nn.Linear(8, 11, bias=False)
+    model.head.weight = model.embed.weight
+    before = state_of(outsize.adapt(model, "lora", rank=2))
+    with pytest.raises(OutsizeError, match="merge: head shares a weight with embed"):
+        outsize.merge(model)
+    assert_same(state_of(model), before)
+    outsize.merge(outsize.adapt(outsize.remove_adapter(model), "lora", rank=2, targets=["layers"]))
+
+
 def test_a_tensor_axis_is_refused_in_a_line():
     model = outsize.adapt(Tagger(), "lora", rank=2)
     with pytest.raises(OutsizeError, match="an adapter plugged in, whose layers are cut nowhere"):
