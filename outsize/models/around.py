@@ -76,7 +76,9 @@ def placed(
     d_out of what may be changed. OutsizeError for a target that names none, and for a branch that
     is named twice."""
     done = set[str]()
-    for place in places:
+    for place in (places := tuple(places)):
+        if not every:
+            raise OutsizeError(f"{place.key}: the model has no branch with linear layers in it")
         for target in place.targets:
             if not any(_matches(name, target) for name in every):
                 raise OutsizeError(
@@ -90,6 +92,11 @@ def placed(
                 raise OutsizeError(f"{place.key}: {name} is named twice; expected each once")
             done.add(name)
             yield name, place.make(*sizes)
+    if not done:
+        raise OutsizeError(
+            f"{' and '.join(one.key for one in places)}: no branch is named; expected some of"
+            f" {some(every)}"
+        )
 
 
 def _matches(path: str, target: str) -> bool:

@@ -93,7 +93,9 @@ def chosen(
     of a model. shown: of a name, what targets see and users are told. OutsizeError for a target
     that names none, for a layer that is named twice, and for one that cannot be adapted."""
     done = set[str]()
-    for part in parts:
+    for part in (parts := tuple(parts)):
+        if not every:
+            raise OutsizeError(f"{part.key}: the model has no linear layer; expected one that has")
         for target in part.targets:
             if not any(_matches(shown(name), target) for name in every):
                 raise OutsizeError(
@@ -111,6 +113,11 @@ def chosen(
                 )
             done.add(name)
             yield part.key, name, make(shown(name), every[name])
+    if not done:
+        keys = " and ".join(part.key for part in parts)
+        raise OutsizeError(
+            f"{keys}: no layer is named; expected {ALL}, or {some(map(shown, every))}"
+        )
 
 
 def some(names: Iterable[str]) -> str:

@@ -32,7 +32,7 @@ class Dora(OnLinears):
 
     key: ClassVar[str] = KEY
     rank: int = setting(16, "rank of the update of each weight's direction", least=1)
-    alpha: float = setting(16.0, "the update counts alpha / rank", least=0)
+    alpha: float = setting(16.0, "the update counts alpha / rank", least=1e-6)
     targets: tuple[str, ...] = setting((ALL,), TARGETS)
     rank_stabilised: bool = setting(False, "the update counts alpha / sqrt(rank) instead")
 

@@ -48,7 +48,7 @@ class Loha(OnLinears):
 
     key: ClassVar[str] = KEY
     rank: int = setting(8, "rank of both factors of the update of each weight", least=1)
-    alpha: float = setting(8.0, "the update counts alpha / rank", least=0)
+    alpha: float = setting(8.0, "the update counts alpha / rank", least=1e-6)
     targets: tuple[str, ...] = setting((ALL,), TARGETS)
 
     def beside(self, name: str, one: Weighed) -> Hadamard:

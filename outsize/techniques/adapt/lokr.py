@@ -51,7 +51,7 @@ class Lokr(OnLinears):
 
     key: ClassVar[str] = KEY
     rank: int = setting(8, "rank of the larger factor, which is dense where it is small", least=1)
-    alpha: float = setting(8.0, "the update counts alpha / rank", least=0)
+    alpha: float = setting(8.0, "the update counts alpha / rank", least=1e-6)
     targets: tuple[str, ...] = setting((ALL,), TARGETS)
 
     def beside(self, name: str, one: Weighed) -> Kronecker:

@@ -59,7 +59,7 @@ class Lora(OnLinears):
 
     key: ClassVar[str] = KEY
     rank: int = setting(16, "rank of the update of each weight", least=1)
-    alpha: float = setting(16.0, "the update counts alpha / rank", least=0)
+    alpha: float = setting(16.0, "the update counts alpha / rank", least=1e-6)
     targets: tuple[str, ...] = setting((ALL,), TARGETS)
     rank_stabilised: bool = setting(False, "the update counts alpha / sqrt(rank) instead")
     rate_ratio: float = setting(1.0, "learning rate of B over that of A, as in LoRA+", least=0)

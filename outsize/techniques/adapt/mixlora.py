@@ -62,7 +62,7 @@ class MixLora:
     experts: int = setting(8, "experts of each MLP", least=2)
     chosen: int = setting(2, "experts that a token is sent to", least=1)
     rank: int = setting(16, "rank of the update of each weight", least=1)
-    alpha: float = setting(32.0, "an update counts alpha / rank", least=0)
+    alpha: float = setting(32.0, "an update counts alpha / rank", least=1e-6)
     balance: float = setting(0.01, "factor of the loss that balances experts", least=0)
     attention: tuple[str, ...] = setting(("attention",), f"of attention: {TARGETS}")
 

@@ -47,7 +47,7 @@ class Vera:
     """Which Linears of the blocks have it, how many projections there are, and how they count."""
 
     rank: int = setting(256, "random projections that all weights share", least=1)
-    initial: float = setting(0.1, "what each projection counts at first", least=0)
+    initial: float = setting(0.1, "what each projection counts at first", least=1e-6)
     targets: tuple[str, ...] = setting(("attention.q", "attention.v"), TARGETS)
 
     @property

@@ -191,6 +191,20 @@ def test_an_adapter_of_another_model_is_refused_and_nothing_changes(tmp_path):
         outsize.adapt(donor, "lora")
 
 
+def test_an_adapter_of_nothing_is_refused():
+    for method, key in (("lora", "targets"), ("vera", "targets"), ("serial", "behind")):
+        for model, words in ((Tagger(), "is named; expected"), (nn.Conv2d(1, 1, 1), "has no")):
+            given = {} if words == "has no" else {key: []}
+            before = state_of(model)
+            with pytest.raises(OutsizeError, match=rf"adapt\.{method}\.{key}: .*{words}"):
+                outsize.adapt(model, method, **given)
+            assert_same(state_of(model), before)
+    with pytest.raises(OutsizeError, match=r"ia3.outputs and adapt.ia3.inputs: no layer is named"):
+        outsize.adapt(Tagger(), "ia3", outputs=[], inputs=[])
+    with pytest.raises(OutsizeError, match=r"lora.alpha: 0.0; expected at least 1e-06"):
+        outsize.adapt(Tagger(), "lora", rank=2, alpha=0)
+
+
 def test_a_weight_that_others_have_too_takes_nothing_up():
     model = Tagger()
     model.head = nn.Linear(8, 11, bias=False)
