@@ -42,6 +42,14 @@ def test_every_sample_has_its_part_and_the_next_row_of_it():
     assert abs(int(first[zero][0]) - 100 * BLOCK * SHARES[0] / sum(SHARES)) < 100
 
 
+def test_shares_that_divide_no_block_are_exact_on_average():
+    """Blocks have a row more or less of a part, as they are drawn."""
+    mixture = Mixture((1.0, 2.0), 5)
+    ends = mixture._ends(400)[:, 0]
+    assert set(ends.tolist()) == {341.0, 342.0}
+    assert abs(float(ends.sum()) - 400 * BLOCK / 3) < 40
+
+
 def write(home, name, count, letter):
     lines = [json.dumps({"text": f"{letter}{i} " * (3 + i % 5)}) for i in range(count)]
     (home / name).write_text("\n".join(lines))

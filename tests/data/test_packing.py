@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +17,7 @@ from datasets import dataset_of
 
 from outsize.data import IGNORE, Dataset
 from outsize.data.packing import layout, permutation
+from outsize.data.whole import pack
 
 EOS, START = 0, 1
 
@@ -114,3 +116,17 @@ def test_permutation_is_one_and_never_changes() -> None:
 
 
 PINNED = [4, 7, 8, 5, 0, 6, 1, 3, 2, 9]
+
+
+def test_whole_documents_go_into_the_fullest_row_that_takes_them():
+    """Best fit, row by row."""
+    data, rows = replace(dataset_of(documents(200), EOS), whole=True), []
+    for document in permutation("documents", 3, 0, data.documents).tolist():
+        size = int(data.lengths[document]) - 1
+        fits = [row for row in rows if row[0] >= size]
+        row = min(fits, key=lambda row: (row[0], row[1]), default=None)
+        if row is None:
+            rows.append(row := [50, len(rows), []])
+        row[0] -= size
+        row[2].append(document)
+    assert pack(data, 3, 50).documents == tuple(tuple(row[2]) for row in rows)

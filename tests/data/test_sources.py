@@ -248,10 +248,11 @@ def test_compressed_files_are_what_is_in_them(tmp_path: Path, packed: str) -> No
     pack("a.jsonl", b'{"text": "one"}\n{"text": "two"}\n')
     pack("b.json", b'[{"text": "three"}]')
     pack("c.csv", b"text\nfour\n")
+    pack("c.tsv", b"n\ttext\n1\tx, y\n")
     pack("d.txt", "fünf\n".encode())
     pack("e.tar", b"\0" * 99)
     texts, report = read(tmp_path)
-    assert texts == ["one", "two", "three", "four", "fünf\n"] and report.ignored == 1
+    assert texts == ["one", "two", "three", "four", "x, y", "fünf\n"] and report.ignored == 1
     with pytest.raises(OutsizeError, match=rf"e\.tar\.{packed} is binary"):
         read(tmp_path / f"e.tar.{packed}")
     path = tmp_path / f"a.jsonl.{packed}"
@@ -259,7 +260,7 @@ def test_compressed_files_are_what_is_in_them(tmp_path: Path, packed: str) -> No
     with pytest.raises(OutsizeError, match=r"a\.jsonl.* cannot be read: not readable as"):
         read(path)
     texts, report = read(tmp_path)
-    assert texts[-3:] == ["three", "four", "fünf\n"]
+    assert texts[-4:] == ["three", "four", "x, y", "fünf\n"]
     assert report.bad == 1 and "not readable as" in places(report)[0]
 
 
@@ -299,3 +300,12 @@ def test_nothing_skipped_is_said_so() -> None:
     assert ReadLog(duplicates=2, ignored=1).summary() == (
         "skipped 2 duplicates, 1 files of other kinds"
     )
+
+
+def test_reports_of_two_readings_add_up() -> None:
+    one, other = ReadLog(bad=1, empty=2, cut=3), ReadLog(bad=4, cut=5, lost=6, unended=7)
+    one.skip("a:1", "x")
+    other.skip("b:1", "y")
+    both = one.plus(other)
+    assert (both.bad, both.empty, both.cut, both.lost, both.unended) == (7, 2, 8, 6, 7)
+    assert places(both) == ["a:1: x", "b:1: y"]

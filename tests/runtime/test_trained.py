@@ -20,7 +20,7 @@ from outsize.models.build import build
 from outsize.models.config import DecoderConfig
 from outsize.models.declared import declared_rates
 from outsize.models.linear import Linear
-from outsize.models.patterns import matches, refuse_idle
+from outsize.models.patterns import matches, rate_of, refuse_idle
 from outsize.models.trained import only, trained_names
 from outsize.optim import AdamW
 from outsize.parallel.divide import divide
@@ -262,3 +262,9 @@ def test_what_does_not_go_with_rates(monkeypatch):
 def test_the_nearest_name_is_said():
     with pytest.raises(OutsizeError, match=r"did you mean 'blocks\.0\.mlp'"):
         refuse_idle(("blocks.0.mlpp",), ("blocks.0.mlp.weight", "a.b"), "x")
+
+
+def test_factors_of_several_patterns_multiply():
+    rates = {"blocks.0": 0.5, "*.weight": 3.0, "blocks.1": 7.0}
+    assert rate_of("blocks.0.mlp.up.weight", rates) == 1.5
+    assert rate_of("epilogue.norm.bias", rates) == 1.0

@@ -302,6 +302,14 @@ def test_bytes_end_a_turn_with_their_own_end(tmp_path):
         assert said == [*b"a\n", 256]
 
 
+def test_the_first_token_of_all_is_no_target(tmp_path):
+    """Nothing is there to say it from."""
+    chat = [("assistant", "ab"), ("user", "c"), ("assistant", "d")]
+    record = {"messages": messages(chat)}
+    ((ids, weights),) = documents(opened(tmp_path, [record], "bytes", template="plain").train)
+    assert ids == [97, 98, 256, 99, 100, 256] and weights == [0, 1, 1, 0, 1, 1]
+
+
 def test_what_a_user_should_know_is_said(tmp_path):
     """An end that is never a target, in all answers or in some; turns in samples of their own."""
     data = opened(tmp_path, [GOOD], "bytes", template="chatml")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from adapting import METHODS, pretrained, some_ids, theirs
 from float64 import Float64
+from subjects import CONFIGS
 
 import outsize
 from outsize.checkpoint import adapters, hub
@@ -54,6 +55,21 @@ def test_two_low_rank_adapters_add_up_as_pefts_do(tmp_path, exactly):
     ours = adapters.load(base, torch.float64, adapters=given)
     torch.testing.assert_close(ours(ids), peft_model.eval()(ids).logits, **CLOSE)
     assert ours.config.adapter is None and all(p.requires_grad for p in ours.parameters())
+
+
+def test_biases_are_changed_by_weight_too(tmp_path, exactly):
+    """Keys of Qwen2 have some, which (IA)^3 scales."""
+    facts = {k: v for k, v in CONFIGS["llama"].items() if k != "model_type"}
+    theirs("ia3", "qwen2", tmp_path, facts)
+    plain = adapters.load(tmp_path / "base", torch.float64)
+    whole = adapters.merge(adapters.load(tmp_path / "adapter", torch.float64))
+    given = [(tmp_path / "adapter", -0.25)]
+    found = adapters.load(tmp_path / "base", torch.float64, adapters=given)
+    before, after = (dict(one.named_parameters()) for one in (plain, whole))
+    assert not torch.equal(before["blocks.0.attention.k.bias"], after["blocks.0.attention.k.bias"])
+    for name, value in found.named_parameters():
+        wanted = before[name] - 0.25 * (after[name] - before[name])
+        torch.testing.assert_close(value, wanted, **CLOSE)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -36,6 +36,7 @@ from outsize.runtime.making import NativeModel, make_job
 from outsize.runtime.recipe import Here, Recipe
 from outsize.search.planner import forecaster_of
 from outsize.search.request import PlanRequest
+from outsize.techniques.adapt.ia3 import Ia3
 from outsize.techniques.adapt.lora import Lora
 from outsize.techniques.adapt.serial_adapters import Serial
 from outsize.verify import Case, Native, verify
@@ -301,6 +302,11 @@ def test_one_target_needs_no_list_and_may_have_its_name_in_files(said):
 REFUSED = {
     "no such part": (Lora(targets=("nose",)), {}, "'nose' names no linear layer of this model"),
     "kraken": (Lora(4), {"kraken_ways": 2}, "kraken_ways"),
+    "a scaled sum": (
+        Ia3(("attention.o",), ()),
+        {"attention_bias": True},
+        "attention.o has a bias that is added",
+    ),
     "factors": (Lora(4), {"factored_weights": {"rank": 3}}, "factored_weights"),
 }
 

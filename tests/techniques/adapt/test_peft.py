@@ -82,6 +82,7 @@ def test_biases_are_scaled_as_peft_does(tmp_path, exactly):
     [
         ("oft", {"coft": True}, "coft is True"),
         ("oft", {"use_cayley_neumann": False}, "use_cayley_neumann is False"),
+        ("oft", {"num_cayley_neumann_terms": 3}, "num_cayley_neumann_terms is 3"),
         ("oft", {"peft_version": "0.17.1"}, "peft_version is '0.17.1'"),
         ("oft", {"oft_block_size": 5}, "5 does not divide the 24 features"),
         ("lokr", {"decompose_both": True}, "decompose_both is True"),

@@ -191,6 +191,14 @@ def test_an_adapter_of_another_model_is_refused_and_nothing_changes(tmp_path):
         outsize.adapt(donor, "lora")
 
 
+def test_what_was_frozen_before_stays_frozen_when_it_is_taken_out():
+    model = Tagger()
+    model.embed.requires_grad_(False)
+    model.layers[1][0].bias.requires_grad_(False)
+    before = state_of(model)
+    assert_same(state_of(outsize.remove_adapter(outsize.adapt(model, "lora", rank=2))), before)
+
+
 def test_an_adapter_of_nothing_is_refused():
     for method, key in (("lora", "targets"), ("vera", "targets"), ("serial", "behind")):
         for model, words in ((Tagger(), "is named; expected"), (nn.Conv2d(1, 1, 1), "has no")):

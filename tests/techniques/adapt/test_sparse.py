@@ -23,7 +23,7 @@ from outsize.parallel.check.decoder import Spread, check_decoder
 from outsize.parallel.tensor.declared import boundaries
 from outsize.parallel.tensor.units import cuts_of
 from outsize.plan import Pipelined
-from outsize.techniques.adapt.sparse_masks import Sparse
+from outsize.techniques.adapt.sparse_masks import Sparse, chosen
 from outsize.verify import Case, Native, verify
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -122,3 +122,10 @@ def test_groups_that_do_not_fit_are_refused():
     model = build(replace(config_of("llama"), adapter=Sparse(8)))
     with pytest.raises(OutsizeError, match=r"mesh: tensor is 2, which cuts .*beside\.change"):
         cuts_of(model, 2, 0, False)
+
+
+def test_a_mask_is_that_of_weights_in_bfloat16():
+    """Of numbers that are equal there the first is taken, in whatever precision they are held."""
+    weight = torch.tensor([[3.0, -1.0, 0.9999, 2.0, 0.25, -0.125, 0.1251, 4.0]])
+    assert chosen(weight, 4).tolist() == [[1, 1]]
+    assert torch.equal(chosen(weight, 4), chosen(weight.bfloat16(), 4))

@@ -224,3 +224,13 @@ def test_a_weight_that_is_not_finite_is_refused(name, bad):
     weight[7, 9] = bad
     with pytest.raises(OutsizeError, match=r"^blocks\.0\.mlp\.up: its scales are not finite"):
         encoded(format_of(name), weight, "blocks.0.mlp.up")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_weight_alone_in_its_block_comes_back(name):
+    """Its size is what scales are made of: nothing but their own rounding is lost."""
+    for value in (1.0, -1.0):
+        weight = torch.zeros(2, 512)
+        weight[0, 5] = value
+        found = decoded(format_of(name), *format_of(name).encode(weight))
+        torch.testing.assert_close(found, weight, rtol=0, atol=1e-3)
