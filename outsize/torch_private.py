@@ -297,6 +297,11 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def changes(tensor: Tensor) -> int:
+    """How often a tensor has been changed in place, whatever else has the same memory."""
+    return tensor._version
+
+
 def parameters_here(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
     """A module's own parameters by name: the dict that it looks them up in."""
     return module._parameters

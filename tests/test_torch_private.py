@@ -18,7 +18,7 @@ from outsize import torch_private as private
 PACKAGE = Path(private.__file__).parent
 NAMED = re.compile(
     r"torch\.(utils\.)?_(?!_version__|_file__)\w|torch\.ops\.aten\._\w|\._cdata\b|\._opt_called\b"
-    r"|\._Options\b|_start_coalescing\(\)"
+    r"|\._version\b|\._Options\b|_start_coalescing\(\)"
 )
 
 
@@ -345,3 +345,14 @@ def test_a_fake_tensor_is_as_pytorch_makes_it():
     assert torch._C._dispatch_keys(made) == torch._C._dispatch_keys(known)
     with mode, pytest.raises(RuntimeError, match="data"):
         made.data_ptr()
+
+
+def test_changes_in_place_are_counted_whatever_else_has_the_memory():
+    flat, parameter = torch.zeros(4), nn.Parameter(torch.zeros(4))
+    parameter.data = flat.view(4)
+    before = private.changes(parameter)
+    flat.add_(1)
+    assert private.changes(parameter) == before and float(parameter.detach()[0]) == 1
+    with torch.no_grad():
+        parameter.mul_(2)
+    assert private.changes(parameter) > before

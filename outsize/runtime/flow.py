@@ -79,6 +79,10 @@ class Flow(Protocol):
         """A second forward needs its random numbers and buffers guarded."""
 
     @property
+    def splits(self) -> bool:
+        """Whether `part` gives some rows of a batch; else a batch is one microbatch."""
+
+    @property
     def wide(self) -> Collection[str]:
         """Names of the parameters that are held in float32 at least, whatever the plan says."""
 

@@ -20,6 +20,7 @@ from outsize.models.cuts import NO_CUTS, Cut
 from outsize.optim import taker
 from outsize.parallel.whole import WholeTensors
 from outsize.plan import Plan
+from outsize.plan.spread import share
 from outsize.runtime.checks import check, check_rate, check_same, check_weight, check_world
 from outsize.runtime.engine import Engine, Loaded, Ran
 from outsize.runtime.flow import Flow
@@ -168,10 +169,11 @@ class Job(Stateful):
         if self.passing is not None:
             self.passing.close()
 
-    def step(self, batch: Any, lr: float | None = None) -> Tensor:
+    def step(self, batch: Any, lr: float | None = None, rows: int | None = None) -> Tensor:
         """Train on one batch; gives the mean loss over its valid targets, a scalar tensor.
 
-        lr: this step's learning rate; the optimizer's own where none is given. `report` tells more.
+        lr: this step's learning rate; the optimizer's own where none is given. rows: of this
+        worker's batch; the plan's where none are said. `report` tells more.
         """
         begin = time.perf_counter()
         check_rate(lr)
@@ -181,7 +183,7 @@ class Job(Stateful):
             self.anew(others)
         weight, count = self.totals.count(self.flow.count(batch))
         check_weight(weight)
-        self.ready(batch, weight, lr)
+        self.ready(batch, weight, lr, rows)
         ran = self.method.play(self.loaded, begin)
         loss, norm = self.method.found()
         seconds = time.perf_counter() - begin
@@ -189,9 +191,15 @@ class Job(Stateful):
         self.report = Report(float(loss), norm, count, seconds, ran, begin, scaling)
         return loss
 
-    def ready(self, batch: Any, count: float, lr: float | None = None) -> None:
-        """Set out on a step: its batch, the one number that losses are divided by, its rate."""
-        cuts = [self.plan.rows_of(m, self.place) for m in range(self.plan.microbatches)]
+    def ready(
+        self, batch: Any, count: float, lr: float | None = None, rows: int | None = None
+    ) -> None:
+        """Set out on a step: its batch, the one number that losses are divided by, its rate and its
+        rows."""
+        numbers, (first, last) = range(self.plan.microbatches), self.plan.rows_at(self.place)
+        cuts = [self.plan.rows_of(m, self.place) for m in numbers]
+        if rows not in (None, last - first):
+            cuts = [share(rows, len(numbers), m) for m in numbers]
         self.method.ready(batch, cuts, 1.0 / count, lr)
 
     @torch.no_grad()
@@ -199,7 +207,7 @@ class Job(Stateful):
         """Sum of losses over a batch of `rows` rows, and the weight of its valid targets (their
         count, where they have none); of all workers' batches, of one row at least each."""
         self.method.settle(shown=True)
-        size, found = self.plan.microbatch_rows, list[Tensor]()
+        size, found = self.plan.microbatch_rows if self.flow.splits else rows, list[Tensor]()
         cuts = [(start, min(start + size, rows)) for start in range(0, rows, size)]
         # A pipeline is full of microbatches, and what workers gather they gather as often, whatever
         # rows each has. What streams passes once for those that a step has at once in a stage, so

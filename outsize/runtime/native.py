@@ -70,7 +70,7 @@ class NativeFlow:
     those behind it begin with what these give. They are as epilogues, and no part of the model.
     """
 
-    replay = False
+    replay, splits = False, True
 
     def __init__(
         self,

@@ -41,11 +41,11 @@ def prepare(
 
     model: a native decoder, or any module made of a sequence of blocks; without blocks, as a single
     linear layer or one block that is called again and again, it is computed whole. Caches of keys
-    and values (`config.use_cache`) are off until `close`. optimizer: a torch.optim.AdamW or SGD
-    over its parameters (groups, and learning rates that a scheduler changes, are kept), "adamw",
-    "muon", "sgd", or one of outsize.optim. memory: bytes that the device may hold, as 2**31 or
-    "2GiB"; the plan is made to fit, or refused with what is missing, and a step that would hold
-    more raises.
+    and values (`config.use_cache`) are off until `close`. optimizer: an AdamW, Adam or SGD of
+    torch.optim over its parameters (groups, states, and learning rates that a scheduler changes,
+    are kept; job.step is its step), "adamw", "muon", "sgd", or one of outsize.optim. memory: bytes
+    that the device may hold, as 2**31 or "2GiB"; the plan is made to fit, or refused with what is
+    missing, and a step that would hold more raises.
 
     loss: loss(output, batch) -> mean loss; None takes the output's `loss`, or the output where it
     is a scalar. With microbatches > 1 the batch is cut along its first dimension, and then loss

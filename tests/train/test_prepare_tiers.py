@@ -149,10 +149,15 @@ def test_it_is_evaluated_where_it_rests_and_its_own_forward_is_refused(tmp_path)
     assert (loss, count) == (pytest.approx(float(twin(*images(1)).detach()), rel=1e-12), 1)
     with pytest.raises(OutsizeError, match=r"weights rest on tiers.*job\.evaluate"):
         model(*images(1))
+    with pytest.raises(OutsizeError, match=r"state_dict would give others.*job\.state_dict"):
+        model.state_dict()
     job.close()
+    model.state_dict()
     rested = [p for p in model.parameters() if p.isnan().all()]
     assert rested, "what had rested below must not look like a weight"
     model(*images(1))
+    with pytest.raises(OutsizeError, match="job is closed"):
+        job.step(images(1))
 
 
 def test_memory_is_let_go_as_it_moves(tmp_path, monkeypatch) -> None:

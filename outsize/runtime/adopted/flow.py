@@ -82,6 +82,7 @@ class AdoptedFlow:
         self.blocks = [block for _, block in blocks]
         self.outlines = Outlines(blocks)
         self._loss, self._split, self._counter = loss, split, counter
+        self.splits = split is not None
         self._current: AdoptedWalk | Tracer | None = None
         self._reach = reach
         self._shares: dict[frozenset[int], Share] = {}

@@ -60,7 +60,7 @@ class Training(Method):
     def __init__(self, job: Job) -> None:
         watch, weight_pool, passing, recipe = job.watch, job.weight_pool, job.passing, job.recipe
         _, groups = grouped(job.flow, recipe)
-        self._optimizer, self._flow = recipe.optimizer, job.flow
+        self._optimizer, self._flow, self._pool = recipe.optimizer, job.flow, weight_pool
         self.updates = Updates(weight_pool, recipe.optimizer, groups, job.whole_tensors)
         self._shown = Shown(weight_pool, recipe.optimizer)
         self.gradients = gradients = Gradients(job.chunks, job.owners)
@@ -130,6 +130,8 @@ class Training(Method):
     def ready(
         self, batch: Any, cuts: Sequence[tuple[int, int]], factor: float, lr: float | None
     ) -> None:
+        if self.gradients.left():
+            self._pool.forget()  # rooms of gradients are there for other states too
         self._shown.show(kept=False)
         scale = 1.0 if self.norm.scaling is None else self.norm.scaling.factor
         self.microbatches.ready(batch, cuts, factor * scale)

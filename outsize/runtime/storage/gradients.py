@@ -73,6 +73,16 @@ class Gradients:
         assert taken is not None
         return taken
 
+    def left(self) -> frozenset[str]:
+        """Parameters to whose gradients somebody else's backward pass has added between two steps;
+        they are forgotten."""
+        names = frozenset(self.touched)
+        for name, view in self._places.values():
+            if name in names:
+                view.zero_()
+        self.touched.clear()
+        return names
+
     def reset(self) -> None:
         """Forget the step."""
         self._deferred = None

@@ -60,6 +60,17 @@ def _batch_of(batch: Any) -> Batch:
     return Batch(ids, targets, ((0, ids.shape[1]),) * ids.shape[0], weights_BS=weights)
 
 
+def filled(batch: Batch, rows: int) -> Batch:
+    """A batch with so many rows at least, of which those that are added have no target."""
+    more = rows - len(batch.bounds)
+    if more <= 0:
+        return batch
+    bounds = (*batch.bounds, *batch.bounds[:1] * more)
+    made = batch.changed(lambda x: torch.cat((x, x[:1].expand(more, -1))), bounds, batch.noise)
+    made.targets_BS[-more:] = IGNORE
+    return made
+
+
 def _say(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"

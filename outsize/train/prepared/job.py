@@ -11,21 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.data import Batch
 from outsize.decode.generate import GREEDY
 from outsize.decode.samplers import Sampler
 from outsize.errors import OutsizeError
 from outsize.models.decoder import Decoder
 from outsize.optim import Optimizer
 from outsize.optim.optimizer import precision_for
-from outsize.plan import DEVICE, Plan
+from outsize.plan import Plan
 from outsize.runtime import Job, Report
 from outsize.runtime.adopted.reach import Uncut
 from outsize.runtime.checks import check_rate
 from outsize.runtime.generating import Generated
-from outsize.schedule.kept import PARAMETERS
 from outsize.simulate import Forecast
 from outsize.train.prepared import states
-from outsize.train.prepared.batches import AsGiven, refuse_empty, rows_in, tokens_of
+from outsize.train.prepared.batches import AsGiven, filled, refuse_empty, rows_in, tokens_of
+from outsize.train.prepared.changed import Changes, away
 from outsize.train.prepared.making import Preparing, refuse_small_budget
 from outsize.train.prepared.module import Guard, buffers_now, without_caches
 from outsize.train.prepared.optimizers import Handed
@@ -34,8 +35,8 @@ from outsize.train.prepared.statistics import moved_once
 from outsize.train.prepared.workers import leaving
 
 _BELOW = (
-    "its weights rest on tiers, so its own forward would compute with others; call"
-    " job.evaluate(batch), or read job.weights()"
+    "its weights rest on tiers or on several workers, so its own forward and state_dict would give"
+    " others; call job.evaluate(batch), or job.state_dict()"
 )
 _PARTS = (
     "its parameters are this worker's parts, so its own forward and state_dict would give others;"
@@ -63,9 +64,11 @@ class Prepared:
         self._stack.callback(without_caches(model))
         self._closed = False
         self._broken = False  # whether a step was begun and has not ended
+        self._changes = Changes()
         self._pending = self._handed.states  # for the job to come
         if not settings.tiers and settings.mesh.size == 1:
             refuse_small_budget(model, self._handed.update, settings)
+        self._stack.callback(self._handed.watch(self._take))
 
     @property
     def settings(self) -> Settings:
@@ -138,9 +141,12 @@ class Prepared:
         lr = self._handed.ready(job, lr)
         averages = moved_once(self.model, self.preparing.world, job.plan.microbatches)
         self._broken = True
+        if isinstance(batch, Batch):
+            batch = filled(batch, job.plan.microbatches)
         with self._guard.computing(), leaving(self.preparing.abort), averages:
-            loss = job.step(batch, lr)
+            loss = job.step(batch, lr, rows_in(batch))
         self._broken = False
+        self._changes.note(job)
         self._handed.steps += 1
         whole = not self.settings.tiers and self.settings.mesh.size == 1
         self._handed.show(lambda: self._job, views=whole)
@@ -172,12 +178,13 @@ class Prepared:
         """Every parameter by name; of what rests below or on other workers, a copy of one chunk at
         a time: use each before the next. The workers of a pipeline read together, to the end. After
         a first step."""
-        return self._made.weights()
+        return self._changes.follow(self._made).weights()
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of weights, optimizer states, counts of updates and buffers, by name. After a
         first step; the workers of a pipeline or a tensor axis call it together."""
-        return states.state_dict(self._made, self.model, int(self._handed.steps))
+        job = self._changes.follow(self._made)
+        return states.state_dict(job, self.model, int(self._handed.steps))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, of a job of the same model and optimizer, whatever its
@@ -188,7 +195,8 @@ class Prepared:
         """Write all states below `path`, as the checkpoint of the steps made so far; gives its
         directory. The directory of a native decoder is one for outsize.load too. All workers call
         it; where one of them fails, all do."""
-        job, steps, where = self._made, int(self._handed.steps), Path(path)
+        job, steps = self._changes.follow(self._made), int(self._handed.steps)
+        where = Path(path)
         self.preparing.alike(lambda: states.check_place(job, steps, where))
         with leaving(self.preparing.abort):
             return states.save(job, self.model, steps, where)
@@ -203,19 +211,24 @@ class Prepared:
         else:
             job = self._job
             self._handed.steps.fill_(self.preparing.alike(lambda: into(job)))
+            self._changes.note(job)
 
     def _ready(self, batch: Any, lr: float | None = None) -> tuple[Any, Job]:
         """A batch that no worker refuses, and the job, which the first one makes."""
         preparing = self.preparing
         if self._closed:
             raise OutsizeError(
-                f"job is closed, and mesh is {self.settings.mesh}: the model's parameters are parts"
-                " now; make the model anew and call outsize.prepare"
+                "job is closed, and the model's parameters, which were on tiers or on several"
+                " workers, are not all here; make the model anew and call outsize.prepare"
             )
         preparing.join()
-        made = preparing.alike(
-            lambda: _checked(self.model, batch, lr, self._handed, self.settings.batches)
-        )
+
+        def checked() -> Any:
+            if self._job is not None:
+                self._changes.follow(self._job)
+            return _checked(self.model, batch, lr, self._handed, self.settings.batches)
+
+        made = preparing.alike(checked)
         if self._job is None:
             self._job = self._make(made)
         preparing.meet(made)
@@ -226,24 +239,27 @@ class Prepared:
         if self.preparing.derived or self.settings.mesh.pipeline > 1:
             self._guard.forward(_PARTS)
             self._guard.state_dict(_PARTS)
-        if any(stage.rest.parameters != DEVICE for stage in job.plan.stages):
+        if any(away(job)):
             self._stack.callback(self._guard.forward(_BELOW).remove)
+            self._stack.callback(self._guard.state_dict(_BELOW).remove)
         if pending is not None:
             self._handed.steps.fill_(self.preparing.alike(lambda: pending(job)))
             self._pending = None
         return job
 
     def close(self) -> None:
-        """Give the model back as an ordinary module. Parameters that rested on tiers are NaN from
-        then on: read `weights` before. So of what the tensor axis has cut and of stages on other
-        workers, which are not all here: the module's own forward and state_dict stay refused."""
+        """Give the model back as an ordinary module. Parameters that rested on tiers, or in shares
+        on several workers, are NaN from then on: read `weights` before. So of what the tensor
+        axis has cut and of stages on other workers, which are not all here: the module's own
+        forward and state_dict stay refused."""
         try:
             if self._job is not None:
                 if not self._broken:
                     self._job.method.settle(shown=True)
                 self._job.close()
                 _forget(self._job)
-                self._job, self._closed = None, self.settings.parted
+                self._closed = self.settings.parted or any(away(self._job))
+                self._job = None
         finally:
             self._stack.close()
 
@@ -263,9 +279,9 @@ def _checked(
 
 
 def _forget(job: Job) -> None:
-    """Parameters that rested below are views of a pool that holds something else."""
-    for index, table in enumerate(job.placement.chunks.tables):
-        for slot in table.slots if job.placement.chunks.tier(index, PARAMETERS) != DEVICE else ():
+    """Parameters that passed through a pool are views of what holds something else."""
+    for chunk in away(job):
+        for slot in chunk.table.slots:
             parameter = job.owners[slot.name]
             lost = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
             parameter.data = lost.expand(parameter.shape)

@@ -170,10 +170,10 @@ class Guard:
 
         return self._model.register_forward_pre_hook(refuse)
 
-    def state_dict(self, why: str) -> None:
-        """Refuse it for good."""
+    def state_dict(self, why: str) -> Any:
+        """The same of its state_dict."""
 
         def refuse(*_: Any) -> None:
             raise OutsizeError(f"{type(self._model).__name__}: {why}")
 
-        self._model.register_state_dict_pre_hook(refuse)
+        return self._model.register_state_dict_pre_hook(refuse)

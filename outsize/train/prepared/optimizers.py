@@ -30,6 +30,7 @@ class Handed:
         self._model = model
         self.recipe(None)  # refuses what it cannot train
         self._hook: RemovableHandle | None = None
+        self._show: Callable[[], None] = _nothing
 
     def recipe(self, clip: float | None) -> Recipe:
         """How it trains."""
@@ -46,6 +47,36 @@ class Handed:
         return (
             partial(states.taken, optimizer=theirs) if theirs is not None and theirs.state else None
         )
+
+    def watch(self, take: Callable[[Callable[[Job], int]], None]) -> Callable[[], None]:
+        """From here on states that are loaded into it are the job's, which `take` gives them to,
+        and it makes no steps of its own. Gives what ends that."""
+        theirs = self._theirs
+        if theirs is None:
+            return _nothing
+
+        def loaded(_: object) -> None:
+            found = self.states
+            if found is not None:
+                take(found)
+                self._show()
+
+        def refuse(*_: object) -> None:
+            raise OutsizeError(
+                "optimizer.step: job.step(batch) has updated the weights already, and a second"
+                " update would move them by moments alone; leave optimizer.step() out of the loop"
+            )
+
+        hooks = (
+            theirs.register_load_state_dict_post_hook(loaded),
+            theirs.register_step_pre_hook(refuse),
+        )
+
+        def end() -> None:
+            for hook in hooks:
+                hook.remove()
+
+        return end
 
     def follow(self) -> None:
         """Take over betas, eps and momentum as they are now: torch's OneCycleLR changes them with
@@ -90,6 +121,7 @@ class Handed:
 
         if views:
             show()
+            self._show = show
         self._hook = theirs.register_state_dict_pre_hook(show)
 
 
@@ -107,14 +139,31 @@ def _converted(optimizer: Optimizer | torch.optim.Optimizer | str) -> Optimizer:
     for name in ("betas", "eps", "momentum"):
         if any(group.get(name) != first.get(name) for group in optimizer.param_groups):
             raise OutsizeError(f"optimizer groups differ in {name}; expected one value for all")
-    if type(optimizer) is torch.optim.AdamW:
+    if type(optimizer) is torch.optim.AdamW or _decays_apart(optimizer):
         return AdamW(1.0, tuple(first["betas"]), first["eps"], 0.0)
     if type(optimizer) is torch.optim.SGD:
         return SGD(1.0, first["momentum"], 0.0)
+    if type(optimizer) is torch.optim.Adam:
+        raise OutsizeError(
+            "optimizer Adam adds its weight_decay to gradients, which is not supported; set it to"
+            " 0, or take torch.optim.AdamW"
+        )
     raise OutsizeError(
-        f"optimizer {type(optimizer).__name__} is not supported; expected torch.optim.AdamW or SGD,"
-        " 'adamw' or 'sgd'"
+        f"optimizer {type(optimizer).__name__} is not supported; expected torch.optim.AdamW, Adam"
+        " or SGD, 'adamw' or 'sgd'"
     )
+
+
+def _decays_apart(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is an Adam that does what AdamW does."""
+    return type(optimizer) is torch.optim.Adam and not any(
+        group["weight_decay"] and not group.get("decoupled_weight_decay")
+        for group in optimizer.param_groups
+    )
+
+
+def _nothing() -> None:
+    """Nobody has anything to end or to show."""
 
 
 def _groups_now(optimizer: torch.optim.Optimizer) -> list[Group]:
@@ -131,5 +180,13 @@ def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, i
             raise OutsizeError(
                 f"parameter {name!r} is in no group of the optimizer; give it to the optimizer or"
                 " set its requires_grad to False"
+            )
+    own = set(map(id, named.values()))
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if id(p) not in own and p.requires_grad:
+            raise OutsizeError(
+                f"optimizer holds a parameter of shape {tuple(p.shape)} that the"
+                f" {type(model).__name__} has not, and would never update it; make it one of the"
+                " model's, or leave it out of the optimizer"
             )
     return {name: index.get(id(p), 0) for name, p in named.items()}

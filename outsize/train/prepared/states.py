@@ -134,7 +134,7 @@ def shown(job: Job, optimizer: torch.optim.Optimizer, steps: Tensor) -> None:
         mine = optimizer.state[job.owners[owner]]
         mine[_TORCHS.get(state, state)] = tensor
         count = counts.get(owner, 0)
-        if isinstance(optimizer, torch.optim.AdamW):
+        if isinstance(optimizer, torch.optim.Adam):  # AdamW is one
             mine["step"] = steps if count == made else torch.tensor(float(count))
 
 

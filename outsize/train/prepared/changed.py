@@ -1,0 +1,62 @@
+"""Weights that somebody changes in place between two steps: clamped, averaged, loaded from a file.
+
+Training continues from what the parameters show then. Where it continues from a master copy, that
+takes over what has changed; where the parameters are no weights now, a change would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from outsize.errors import OutsizeError
+from outsize.memory import Chunk
+from outsize.runtime import Job
+from outsize.runtime.storage.apart import apart
+from outsize.schedule.kept import MASTER, PARAMETERS
+from outsize.torch_private import changes
+
+
+class Changes:
+    """Of one job's parameters, since it had them last."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, int] = {}
+
+    def note(self, job: Job) -> None:
+        """The job has them as they are now."""
+        self._seen = {name: changes(parameter) for name, parameter in job.owners.items()}
+
+    def follow(self, job: Job) -> Job:
+        """The job, going on from those that have been changed. OutsizeError where it cannot."""
+        before = self._seen
+        names = {n for n, p in job.owners.items() if before.get(n, changes(p)) != changes(p)}
+        if names:
+            _take(job, names)
+            self.note(job)
+        return job
+
+
+@torch.no_grad()
+def _take(job: Job, names: set[str]) -> None:
+    chunks = job.placement.chunks
+    for index, chunk in enumerate(job.chunks):
+        first, last = chunks.extent(index, MASTER)
+        for slot in (slot for slot in chunk.table.slots if slot.name in names):
+            if chunks.passes(index, PARAMETERS) or any(apart(job.optimizer)):
+                raise OutsizeError(
+                    f"parameter {slot.name!r} has been changed between two steps, which training"
+                    " would not see: its weights rest elsewhere; change what job.state_dict()"
+                    " gives, and hand it to job.load_state_dict"
+                )
+            begin, end = max(slot.offset, first), min(slot.offset + slot.numel, last)
+            if chunk.master is not None and begin < end:
+                chunk.master[begin - first : end - first].copy_(chunk.parameters[begin:end])
+
+
+def away(job: Job) -> Iterator[Chunk]:
+    """Chunks whose parameters are here at times only, since they rest on a tier or in shares on
+    several workers: what they show between two steps is not theirs."""
+    chunks = job.placement.chunks
+    return (one for index, one in enumerate(job.chunks) if chunks.passes(index, PARAMETERS))

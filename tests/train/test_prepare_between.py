@@ -1,0 +1,196 @@
+"""What somebody's own loop does between two steps of a job, against the same in PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import outsize
+from outsize import OutsizeError
+from outsize.models.build import build
+from outsize.models.families import parse
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(2)
+        )
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).relu()
+        return self.head(x)
+
+
+def loss(output, given):
+    return F.cross_entropy(output, given[1])
+
+
+def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    made = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(8, 6, generator=made).double(), torch.randint(0, 3, (8,), generator=made))
+        for _ in range(count)
+    ]
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return Net().to(dtype)
+
+
+def plain_step(model, optimizer, batch) -> float:
+    optimizer.zero_grad()
+    found = loss(model(batch[0]), batch)
+    found.backward()
+    optimizer.step()
+    return float(found.detach())
+
+
+def adamw(model, **more):
+    return torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-4, **more)
+
+
+def test_copies_of_the_model_compute_with_their_own_weights() -> None:
+    """As an average of the weights is one; and a model can be pickled whole."""
+    model, given = network(), batches(2)
+    job = outsize.prepare(model, adamw(model), loss=loss)
+    job.step(given[0])
+    model.eval()
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    then = model(given[1][0])
+    model.train()
+    job.step(given[1])
+    for other in copies:
+        assert [type(one) for one in other.modules()].count(nn.Sequential) == 2
+        assert torch.equal(other(given[1][0]), then)
+    job.close()
+    assert type(model.blocks[0]) is nn.Sequential
+
+
+@pytest.mark.parametrize("when", ["before the first step", "between"])
+def test_states_loaded_into_the_optimizer_are_the_jobs(when) -> None:
+    given, twin = batches(5), network()
+    want = adamw(twin)
+    for batch in given[:2]:
+        plain_step(twin, want, batch)
+    kept = copy.deepcopy((twin.state_dict(), want.state_dict()))
+    losses = [plain_step(twin, want, batch) for batch in given[2:]]
+
+    model = network()
+    have = adamw(model)
+    job = outsize.prepare(model, have, loss=loss)
+    if when == "between":
+        job.step(given[4])
+    model.load_state_dict(kept[0])
+    have.load_state_dict(kept[1])
+    assert [float(job.step(b)) for b in given[2:]] == pytest.approx(losses, rel=1e-10)
+    states = have.state_dict()["state"]
+    assert float(states[0]["step"]) == 5 == job.state_dict()["steps"]
+    assert torch.allclose(states[0]["exp_avg"], want.state_dict()["state"][0]["exp_avg"], 1e-10)
+
+
+def test_the_optimizer_makes_no_steps_of_its_own() -> None:
+    model, batch = network(), batches(1)[0]
+    have = adamw(model)
+    job = outsize.prepare(model, have, loss=loss)
+    job.step(batch)
+    have.zero_grad()
+    with pytest.raises(OutsizeError, match=r"optimizer\.step: job\.step\(batch\) has updated"):
+        have.step()
+    job.close()
+    plain_step(model, have, batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weights_that_are_changed_are_those_that_train_on(dtype) -> None:
+    """Also where they are roundings of a master copy."""
+    given = [(x.to(dtype), y) for x, y in batches(2)]
+    model = network(dtype)
+    job = outsize.prepare(model, adamw(model), loss=loss)
+    job.step(given[0])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert all(not weight.any() for _, weight in job.weights())
+    with torch.no_grad():
+        model.head.bias.fill_(3)
+    job.step(given[1])
+    for name, weight in job.weights():
+        still = (weight - 3 * (name == "head.bias")).abs().max()
+        assert still < 0.03, f"{name} has moved by more than an update does"
+
+
+def test_a_backward_pass_of_ones_own_adds_nothing_to_the_next_step() -> None:
+    model, given = network(), batches(3)
+    twin = network()
+    want, job = adamw(twin), outsize.prepare(model, adamw(model), loss=loss)
+    for batch in given:
+        assert float(job.step(batch)) == pytest.approx(plain_step(twin, want, batch), rel=1e-10)
+        model.eval()(given[0][0]).square().sum().backward()
+        model.train()
+
+
+def test_adam_is_adamw_where_nothing_decays() -> None:
+    given, model, twin = batches(3), network(), network()
+    have = torch.optim.Adam(model.parameters(), 1e-2, eps=1e-4)
+    want, job = torch.optim.Adam(twin.parameters(), 1e-2, eps=1e-4), None
+    job = outsize.prepare(model, have, loss=loss)
+    for batch in given:
+        assert float(job.step(batch)) == pytest.approx(plain_step(twin, want, batch), rel=1e-10)
+    assert float(have.state_dict()["state"][0]["step"]) == 3
+    decaying = torch.optim.Adam(model.parameters(), weight_decay=0.1)
+    with pytest.raises(OutsizeError, match=r"adds its weight_decay to gradients.*AdamW"):
+        outsize.prepare(model, decaying, loss=loss)
+
+
+def test_a_parameter_that_is_not_the_models_is_refused() -> None:
+    """As of a loss that learns: nobody would train it."""
+    model, scale = network(), nn.Parameter(torch.ones(7))
+    optimizer = torch.optim.AdamW([*model.parameters(), scale])
+    with pytest.raises(OutsizeError, match=r"parameter of shape \(7,\) that the Net has not"):
+        outsize.prepare(model, optimizer, loss=loss)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_batches_of_other_numbers_of_rows_are_trained_on_whole(microbatches) -> None:
+    """More of them than the first one, fewer, and fewer than microbatches."""
+
+    def total(output, given):
+        return F.cross_entropy(output, given[1], reduction="sum")
+
+    made, sizes = torch.Generator().manual_seed(1), (4, 6, 3, 1)
+    given = [(torch.randn(n, 6, generator=made).double(), torch.arange(n) % 3) for n in sizes]
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))).double()
+    twin = copy.deepcopy(model)
+    want = adamw(twin)
+    job = outsize.prepare(
+        model, adamw(model), loss=total, count=lambda b: len(b[1]), microbatches=microbatches
+    )
+    for batch in given:
+        assert float(job.step(batch)) == pytest.approx(plain_step(twin, want, batch), rel=1e-10)
+    summed = F.cross_entropy(twin(given[1][0]), given[1][1], reduction="sum")
+    assert job.evaluate(given[1]) == (pytest.approx(float(summed.detach()), rel=1e-10), 6)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_so_are_a_native_decoders(microbatches) -> None:
+    config = {
+        "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 29,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24,
+        "max_position_embeddings": 32, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    }  # fmt: skip
+    model = build(parse(config), 0, torch.float64)
+    job = outsize.prepare(model, "sgd", microbatches=microbatches)
+    for rows in (2, 5, 1):
+        ids = torch.randint(0, 29, (rows, 8), generator=torch.Generator().manual_seed(rows))
+        want = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        assert float(job.step(ids)) == pytest.approx(float(want.detach()), rel=1e-10)
