@@ -26,7 +26,8 @@ def intercept(module: nn.Module, forward: Callable[..., Any]) -> Undo:
         return forward(*args, **kwargs)
 
     def reduced(one: nn.Module, _: SupportsIndex) -> Any:
-        make, given, *state = own.__reduce_ex__(one, 1)  # 2 insists on the class that it has now
+        found: Any = own.__reduce_ex__(one, 1)  # 2 insists on the class that it has now
+        make, given, *state = found
         if given and given[0] is type(one):
             given = (own, *given[1:])
         if before is not None and state and isinstance(state[0], dict):

@@ -366,6 +366,11 @@ def _one_optimizer(resolved: Resolved) -> Resolved:
             f"{name} is set, and optimizer.name is {own.name}; leave it out, or set optimizer.name"
             f" to {name}"
         )
+    if config.train.clip == 0:
+        raise OutsizeError(
+            "train.clip is 0, and no gradient would move a weight; expected more than 0, or null to"
+            " leave gradients as they are"
+        )
     made = optimizer_of(config)
     check_approximate(made, config.plan.approximate)
     said = config.technique(own.name) is not None

@@ -63,6 +63,7 @@ def test_a_wrong_file_is_refused_with_its_place(text: str, complaint: str, tmp_p
         ("train.minutes=2", "train.steps and train.minutes are given together"),
         ("train=5", "--set: train: 5; expected a mapping of steps, tokens"),
         ("adapt={lora:{rank:4}}", "--set: adapt.lora.rank:4: unknown key; did you mean 'rank'?"),
+        ("train.clip=0", "train.clip is 0, and no gradient would move a weight; expected more"),
         ("threads=5000", "--set: threads: 5000; expected at least 1 and at most 1024"),
     ],
 )
