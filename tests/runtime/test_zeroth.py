@@ -44,11 +44,14 @@ def below(plan, tier="host", **stream):
     return replace(plan, stages=stages, stream=Stream(**stream))
 
 
-def mezo(model, batches, loss_of, settings=SETTINGS):
+RATES = [SETTINGS.lr * factor for factor in (1.0, 0.5, 2.0, 0.25)]  # of a schedule
+
+
+def mezo(model, batches, loss_of, settings=SETTINGS, rates=None):
     """The plain loop: z of a whole parameter at a time; gives losses and the trained copy."""
     model = copy.deepcopy(model).eval()
-    losses = []
-    for step, batch in enumerate(batches):
+    losses, rates = [], rates or [settings.lr] * len(batches)
+    for step, (batch, lr) in enumerate(zip(batches, rates, strict=True)):
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         z = {
             n: torch.from_numpy(normal(settings.seed, f"direction {step} {n}", 0, p.numel()))
@@ -65,7 +68,7 @@ def mezo(model, batches, loss_of, settings=SETTINGS):
             slope = (found[0] - found[1]) / (2 * settings.epsilon)
             for n, p in named:
                 decay = settings.weight_decay * start[n] if p.ndim > 1 else 0.0
-                p.copy_(start[n] - settings.lr * (slope * z[n] + decay))
+                p.copy_(start[n] - lr * (slope * z[n] + decay))
         losses.append(sum(found) / 2)
     return losses, model
 
@@ -75,8 +78,8 @@ def native(plan, family="llama", stores=None):
     return Job(NativeFlow(model, plan), plan, Recipe(SETTINGS), Here(stores=stores or {}))
 
 
-def results(job, data):
-    losses = [float(job.step(batch)) for batch in data]
+def results(job, data, rates=(None,) * STEPS):
+    losses = [float(job.step(batch, lr)) for batch, lr in zip(data, rates, strict=True)]
     return losses, {name: weight.clone() for name, weight in job.weights()}
 
 
@@ -87,8 +90,8 @@ def same(one, other):
 @pytest.mark.parametrize("family", ["llama", "llama, untied", "gemma2", "deepseek_v3"])
 def test_losses_and_weights_equal_the_plain_loop(family, data):
     model = build(config_of(family), seed=1, dtype=torch.float64)
-    losses, expected = mezo(model, data, plain.loss_of)
-    got, weights = results(native(plan_of(), family), data)
+    losses, expected = mezo(model, data, plain.loss_of, rates=RATES)
+    got, weights = results(native(plan_of(), family), data, RATES)
     assert got == pytest.approx(losses, rel=1e-10)
     assert abs(got[0] - got[-1]) > 1e-4, "the test must train"
     for name, parameter in expected.named_parameters():

@@ -75,6 +75,14 @@ def weighted(output, batch):
     return (each * torch.linspace(0.5, 2, len(each), dtype=torch.float64)).sum() / 40
 
 
+def capped(output, batch):
+    """Logits with a cap, as Gemma's, classes with weights, smoothing, and a z-loss."""
+    logits = (output.logits[:, :-1] / 3).tanh() * 3
+    labels, weight = batch["labels"][:, 1:].flatten(), torch.linspace(0.5, 2, VOCAB).double()
+    entropy = F.cross_entropy(logits.flatten(0, 1), labels, weight, label_smoothing=0.1)
+    return entropy + 1e-2 * logits.logsumexp(-1).square().mean()
+
+
 def preferred(output, batch):
     """The first row's answer before the second's, as in direct preference optimisation."""
     chosen = output.logits[:, :-1].log_softmax(-1)
@@ -121,6 +129,7 @@ CASES = {
     "padded": ("llama", mean, True, IN_CHUNKS),
     "weighted": ("llama", weighted, False, IN_CHUNKS),
     "preferred": ("llama", preferred, False, IN_CHUNKS),
+    "capped": ("gpt2", capped, False, {"loss_chunk": 5}),
     "logits alone": ("gpt2", mean, False, {"loss_chunk": 5}),
     "blocks alone": ("llama", mean, True, {"recompute": ["block"], "sequence_chunk": 11}),
 }
