@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from outsize.models.config import DecoderConfig
 
 KEY, TEMPLATE = "tokenizer.ggml", "tokenizer.chat_template"
+ENDS = ("eos", "eot", "eom")  # what ends a text, a turn, a message: any of them an answer
 PLAIN, CONTROL, DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6  # types of tokens
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
@@ -77,19 +78,17 @@ def facts_of(own: Words | None, config: DecoderConfig) -> tuple[Mapping[str, tup
         f"{KEY}.tokens": ("list", ("str", words)), f"{KEY}.token_type": ("list", ("i32", kinds)),
         f"{KEY}.merges": ("list", ("str", merges)),
     }  # fmt: skip
-    bos = _first(config.source.get("bos_token_id")) if own.start is None else own.start
-    eos = _first(config.source.get("eos_token_id"))
-    for name, number in (("bos", bos), ("eos", own.eos if eos is None else eos)):
-        if number is not None:
-            found[f"{KEY}.{name}_token_id"] = ("u32", number)
+    starts = _ids(config.source.get("bos_token_id")) if own.start is None else [own.start]
+    last = _ids(config.source.get("eos_token_id")) or [own.eos]
+    for name, number in (*zip(("bos",), starts, strict=False), *zip(ENDS, last, strict=False)):
+        found[f"{KEY}.{name}_token_id"] = ("u32", number)
     found[f"{KEY}.add_bos_token"] = ("bool", own.start is not None)
     return (found if own.template is None else {**found, TEMPLATE: ("str", own.template)}), ""
 
 
-def _first(said: object) -> int | None:
-    """An id, of several the first."""
-    one = said[0] if isinstance(said, list) and said else said
-    return one if type(one) is int else None
+def _ids(said: object) -> list[int]:
+    """The ids that a config.json says: one, several or none."""
+    return [one for one in (said if isinstance(said, list) else [said]) if type(one) is int]
 
 
 def _split_of(pre: Mapping[str, Any]) -> str | None:
@@ -135,8 +134,7 @@ def tokens(file: GgufFile) -> list[str]:
 
 def ends(file: GgufFile) -> list[int]:
     """The ids that end a text, the first one its own."""
-    names = ("eos_token_id", "eot_token_id", "eom_token_id")
-    found = [file.facts.get(f"{KEY}.{name}") for name in names]
+    found = [file.facts.get(f"{KEY}.{name}_token_id") for name in ENDS]
     return list(dict.fromkeys(one for one in found if isinstance(one, int)))
 
 

@@ -13,9 +13,12 @@ import torch
 from click.testing import CliRunner
 
 import outsize
+from outsize.checkpoint.gguf_model import unpack
 from outsize.cli.evaluate import keys_of
 from outsize.cli.main import main
 from outsize.data import open_data
+from outsize.data.template import stored
+from outsize.data.tokenizer import ends_in, open_tokenizer
 from outsize.errors import OutsizeError
 from outsize.models.build import build
 from outsize.models.coding import decoded, format_of
@@ -117,6 +120,31 @@ def test_a_gguf_file_has_the_models_facts_and_weights(family, tmp_path):
     codes = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(64, -1)
     assert (shape, kind) == ((64, 64), 8)
     assert torch.equal(codes, form.encode(q)[0])
+
+
+def test_what_a_tokenizer_says_of_texts_and_chats_comes_back(tmp_path):
+    """Its start, all that ends an answer, and its template."""
+    directory = saved(tmp_path, "llama", eos_token_id=[256, 3], vocab_size=258)
+    words = json.loads(exporting_bytes())
+    words["added_tokens"].append({**words["added_tokens"][0], "id": 257, "content": "<s>"})
+    words["post_processor"] = {
+        "type": "Sequence",
+        "processors": [
+            {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False},
+            {"type": "TemplateProcessing", "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
+             "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
+                        {"Sequence": {"id": "A", "type_id": 0}}],
+             "special_tokens": {"<s>": {"id": "<s>", "ids": [257], "tokens": ["<s>"]}}},
+        ],
+    }  # fmt: skip
+    (directory / "tokenizer.json").write_text(json.dumps(words))
+    (directory / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    export(directory, "gguf:Q8_0", tmp_path / "m.gguf")
+    unpack(tmp_path / "m.gguf", tmp_path / "read")
+    text = open_tokenizer(str(tmp_path / "read"))
+    assert text.framed("a") == open_tokenizer(str(directory)).framed("a") and text.start == 257
+    assert ends_in(tmp_path / "read", 258) == {256, 3}
+    assert stored(tmp_path / "read") == "{{ messages[0].content }}"
 
 
 def exporting_bytes() -> str:
