@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
@@ -43,7 +44,7 @@ class Rendering:
 
     def __init__(self, text: str) -> None:
         """jinja2.TemplateError for a text that is no template."""
-        self._left = ALLOWANCE
+        self._left, self._lock = ALLOWANCE, threading.Lock()
         environment = _Environment(self)
         tree = environment.parse(text)
         bodies: list[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
@@ -56,11 +57,12 @@ class Rendering:
         self._marks: list[Span] = []
 
     def render(self, values: Mapping[str, Any]) -> tuple[str, list[Span]]:
-        """The text, and the marked parts of it."""
-        self._written, self._marks, self._left = [], [], ALLOWANCE
-        for piece in self._template.generate(values):
-            self._written.append(piece)
-        return "".join(self._written), self._marks
+        """The text, and the marked parts of it, for one thread after another."""
+        with self._lock:
+            self._written, self._marks, self._left = [], [], ALLOWANCE
+            for piece in self._template.generate(values):
+                self._written.append(piece)
+            return "".join(self._written), self._marks
 
     def spend(self, cost: int) -> None:
         """jinja2.TemplateError where the allowance is used up."""

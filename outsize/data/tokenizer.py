@@ -9,8 +9,10 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 Ids = NDArray[np.uint32]
 BYTES = "bytes"
+REPLACED = "\ufffd"  # what is no character decodes to
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # of a token that is one byte
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,10 @@ class Tokenizer(Protocol):
 
     def written(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens written out."""
+
+    def word(self, token: int) -> bytes:
+        """What an id adds to a text that it stands in the midst of, in UTF-8: of a part of a
+        character its bytes, special tokens written out."""
 
     def stream(self) -> TextStream: ...
     def encode_many(self, texts: Sequence[str]) -> list[Ids]:
@@ -118,6 +126,9 @@ class ByteTokenizer:
     def written(self, ids: Sequence[int]) -> str:
         raw = (bytes((one,)) if one < 256 else b"<|end|>" for one in ids)
         return b"".join(raw).decode("utf-8", "replace")
+
+    def word(self, token: int) -> bytes:
+        return bytes((token,)) if token < 256 else b"<|end|>"
 
     def stream(self) -> TextStream:
         return _ByteStream()
@@ -199,6 +210,17 @@ class FileTokenizer:
     def written(self, ids: Sequence[int]) -> str:
         return self._inner.decode(list(ids), skip_special_tokens=False)
 
+    def word(self, token: int) -> bytes:
+        before, both = self._anchor[1], self.written([*self._anchor[0], token])
+        text = both.removeprefix(before) if both.startswith(before) else self.written([token])
+        return text.encode() if REPLACED not in text else _bytes_of(self.text_of(token), text)
+
+    @cached_property
+    def _anchor(self) -> tuple[list[int], str]:
+        """A token and its text, behind which others have the spaces that are theirs."""
+        ids = self.encode("a")[-1:]
+        return ids, self.written(ids)
+
     def stream(self) -> TextStream:
         return _FileStream(self)
 
@@ -250,7 +272,7 @@ class _FileStream:
     def push(self, token: int) -> str:
         self._held.append(token)
         text = self._new_text()
-        if not text or text.endswith("\ufffd"):
+        if not text or text.endswith(REPLACED):
             return ""
         self._before, self._held = self._held, []
         return text
@@ -261,6 +283,26 @@ class _FileStream:
     def _new_text(self) -> str:
         shown = self._tokenizer.decode(self._before)
         return self._tokenizer.decode(self._before + self._held)[len(shown) :]
+
+
+def _bytes_of(name: str, text: str) -> bytes:
+    """Of a token by its name, which decodes to a text that is no character."""
+    if byte := _BYTE.fullmatch(name):  # as tokenizers of sentencepiece have them
+        return bytes.fromhex(byte[1])
+    known = _alphabet()
+    if all(one in known for one in name):  # as those of bytes have them
+        return bytes(known[one] for one in name)
+    return text.encode()
+
+
+@cache
+def _alphabet() -> dict[str, int]:
+    """The characters that stand for bytes in byte-level tokenizers, as GPT-2 has them: bytes that
+    are printed stand for themselves, the others for what is behind all bytes."""
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in own]
+    behind = {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in own} | behind
 
 
 def _byte_offsets(text: str) -> NDArray[np.int64]:

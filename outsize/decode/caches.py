@@ -74,8 +74,9 @@ class Books(Protocol):
     def room(self, owner: int) -> int:
         """Tokens that a request has pages for."""
 
-    def begin(self, owner: int, ids: Sequence[int]) -> int:
-        """A request comes; gives how many of its tokens are there already, not all."""
+    def begin(self, owner: int, ids: Sequence[int], among: int = 0) -> int:
+        """A request comes; gives how many of its tokens are there already, not all. among: with
+        others of this number alone it may share them."""
 
     def restore(self, owner: int, ids: Sequence[int]) -> int:
         """The same once there is room for all of its tokens, with those that are brought back."""

@@ -57,7 +57,7 @@ def state_bytes(mixer: Mixer, dtype: torch.dtype, tokens: int, grain: int = 1) -
 class Part(NamedTuple):
     """A sequence's tokens in a step. pages: with room for all of them, a range where they lie one
     behind another; start: tokens before; tokens: of this step; ahead: that are known to follow in
-    later ones; slot: of its states."""
+    later ones, by which it is turned too; slot: of its states."""
 
     pages: Sequence[int]
     start: int

@@ -58,6 +58,13 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     return [tokenizer.start, *tokenizer.encode(prompt)]
 
 
+def many_ids(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
+    """The same of several, of which Python is let go meanwhile."""
+    for one in prompts:
+        check_prompt(one)
+    return [[tokenizer.start, *ids.tolist()] for ids in tokenizer.encode_many(prompts)]
+
+
 def check_prompt(prompt: str) -> None:
     """Refuse one that no tokenizer can read: bytes of a command line that are not UTF-8, which
     Python hands over as half surrogate pairs."""

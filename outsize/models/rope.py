@@ -11,7 +11,7 @@ T tokens, H heads, K head size, P pairs of rotated features.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -19,6 +19,20 @@ from torch import Tensor
 
 from outsize.kernels.rope import turn
 from outsize.models.config import Rope
+
+_BY_LENGTH = ("dynamic", "longrope")
+
+
+def regimes(ropes: Iterable[Rope]) -> Callable[[int], int] | None:
+    """What tells by their length documents apart whose tokens are turned otherwise, never less for
+    a longer one; None where no length matters."""
+    own = [rope for rope in ropes if rope.kind in _BY_LENGTH]
+
+    def regime(length: int) -> int:
+        passed = [rope.kind for rope in own if length > rope.trained]
+        return len(own) + length if "dynamic" in passed else len(passed)
+
+    return regime if own else None
 
 
 def frequencies(rope: Rope, length: int, device: torch.device) -> Tensor:
@@ -64,7 +78,7 @@ def _yarn_kept(rope: Rope, device: torch.device) -> Tensor:
 
 def _runs(rope: Rope, bounds: tuple[int, ...], lengths: Sequence[int]) -> list[tuple[int, int]]:
     """(tokens, document length) for stretches of tokens that share their frequencies."""
-    if rope.kind not in ("dynamic", "longrope"):
+    if rope.kind not in _BY_LENGTH:
         return [(bounds[-1], 0)]
     runs: list[tuple[int, int]] = []
     for (start, stop), length in zip(pairwise(bounds), lengths, strict=True):

@@ -26,6 +26,7 @@ from outsize.kernels import rows
 from outsize.launch.heartbeat import Heartbeat
 from outsize.models.decoder import typed
 from outsize.models.layout import prompted
+from outsize.models.rope import regimes
 from outsize.runtime.session import Session
 from outsize.serve.asks import Ask, Deliver, End, Room, Token, told
 from outsize.serve.below import Below
@@ -40,21 +41,23 @@ from outsize.serve.steps import Steps
 @dataclass
 class _Whole:
     """A text that is looked at as a whole. ids: behind virtual ones; hidden: what the head would
-    multiply is asked for, else logits; take: called with those of each slice."""
+    multiply is asked for, else logits; take: called with those of each slice; owner: of pages,
+    None before it begins; seen: tokens of it."""
 
     ids: tuple[int, ...]
     hidden: bool
     take: Callable[[Tensor], None]
+    owner: int | None = None
+    seen: int = 0
     error: Exception | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
-    def see(self, steps: Steps, pages: Sequence[int], room: Room, virtual: int) -> None:
-        """All of it, in slices of its own, in pages that it has for that long."""
-        for first in range(0, len(self.ids), room.budget):
-            some = self.ids[first : first + room.budget]
-            ahead = len(self.ids) - first - len(some)
-            part = Part(pages, first, len(some), ahead, room.slots)
-            self.take(steps.look(part, some, self.hidden)[max(0, virtual - first) :])
+    def see(self, steps: Steps, pages: Sequence[int], slot: int, count: int, virtual: int) -> None:
+        """So many more of its tokens, in pages that it has until it is over."""
+        first, some = self.seen, self.ids[self.seen : self.seen + count]
+        self.seen += len(some)
+        part = Part(pages, first, len(some), len(self.ids) - self.seen, slot)
+        self.take(steps.look(part, some, self.hidden)[max(0, virtual - first) :])
 
 
 class Engine:
@@ -87,7 +90,8 @@ class Engine:
         left = [one for block in typed(model.blocks) for one in block.mixer.states(dtype)]
         # What a whole sequence leaves is not there for its first tokens alone.
         sharing = all(one.per == "token" for one in left)
-        self.line = Line(room, policy, sharing, drafter if sharing else None)
+        turned = regimes(model.config.ropes.values())
+        self.line = Line(room, policy, sharing, drafter if sharing else None, regime=turned)
         self._wholes: list[_Whole] = []
         self._turn = False  # of a whole text, where requests go on too
         self._wake = threading.Condition()
@@ -130,7 +134,8 @@ class Engine:
 
     def check(self, ids: Sequence[int], max_new_tokens: int) -> None:
         """OutsizeError for what can never be served."""
-        check_request(self.model, ids, max_new_tokens)
+        if len(ids) <= self.limit or not isinstance(max_new_tokens, int):
+            check_request(self.model, ids, max_new_tokens)  # of what is too long no token
         needed = len(ids) + max(max_new_tokens - 1, 0)
         if needed > self.limit:
             raise OutsizeError(
@@ -265,7 +270,7 @@ class Engine:
             if self._closing:
                 return
             self._turn = bool(self._wholes) and not (self._turn and self.line.requests)
-            whole = self._wholes.pop(0) if self._turn else None
+            whole = self._wholes[0] if self._turn else None
             begin = time.perf_counter()
             feeds = self.line.feeds() if whole is None else []
         if whole is not None:
@@ -280,26 +285,31 @@ class Engine:
         draws = [
             Draw(row, one.request.draw, one.request.drawn + one.place, False)
             for row, one in enumerate(feeds)
-            if not one.part.ahead
+            if one.draws
         ]
         self.steps.feed([feed.part for feed in feeds], fed, draws)
         with self._wake:
             self.line.take(feeds)
 
     def _see(self, one: _Whole) -> None:
+        """A slice of a text, as long as a step may be; the next one behind others' step."""
         with self._wake:
-            owner = self.line.lent(len(one.ids))
+            if one.owner is None:
+                one.owner = self.line.lent(len(one.ids))
+            pages, count = self.line.pages.of(one.owner), self.line.limits()[0]
         _settled(self, self._wake)
         try:
-            one.see(self.steps, self.line.pages.of(owner), self.room, self.model.config.virtual)
+            one.see(self.steps, pages, self.room.slots, count, self.model.config.virtual)
         except Exception as error:
             one.error = error
             raise
         finally:
-            with self._wake:
-                self.line.pages.end(owner)
-                self.line.beside -= len(one.ids)
-            one.done.set()
+            if one.error is not None or one.seen == len(one.ids):
+                with self._wake:
+                    self._wholes.remove(one)
+                    self.line.pages.end(one.owner)
+                    self.line.beside -= len(one.ids)
+                one.done.set()
 
 
 def _refuse_if(closed: bool) -> None:

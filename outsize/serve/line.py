@@ -17,7 +17,7 @@ from outsize.serve.drafts import Drafter
 from outsize.serve.pages import books_of
 from outsize.serve.policies import Policy, Step, View, first_come
 from outsize.serve.price import Piece
-from outsize.serve.request import Feed, Request, Shares, foretold, load_of
+from outsize.serve.request import Feed, Regime, Request, Shares, foretold, load_of
 from outsize.serve.slo import Drift, Load, limits, shown, spans, wait
 from outsize.serve.waiting import Queue
 
@@ -43,6 +43,7 @@ class Line:
     slot, who has one, and those of them whose prompt is through; begins: slots that were given;
     cancelled: keys of who is not gone on with. part_drawn: of the tokens that requests may draw,
     those that they drew.
+    regime: that tells texts apart whose tokens are turned otherwise.
     said, slots, order: of the step that was last composed, foretold seconds, how many might go, and
     who does."""
 
@@ -53,10 +54,11 @@ class Line:
         sharing: bool,
         drafter: Callable[[], Drafter] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        regime: Regime | None = None,
     ) -> None:
         self.room, self.counts = room, Counts()
         self.pages = books_of(room, sharing)
-        self._policy, self._drafter = policy, drafter
+        self._policy, self._drafter, self._regime = policy, drafter, regime
         self.clock, self.drift, self.shares = clock, Drift(), Shares()
         self.said, self.slots = 0.0, room.slots
         self.part_drawn = 1.0
@@ -169,20 +171,19 @@ class Line:
             if request.slot is None and (barred or not self._begin(request, wanted)):
                 barred = True  # those behind it do not overtake
                 continue
-            start, waiting = request.fed, request.tokens
-            count = min(count, waiting)
+            start, (count, ahead) = request.fed, request.slice(count, self._regime)
+            draws = start + count == len(request.ids)
             if self.pages.missing(key, start + count):
                 if not self._freed(request, start + count, wanted):
                     continue  # its turn comes when somebody before it has ended
                 self.pages.extend(key, start + count)
             assert request.slot is not None
-            ahead = waiting - count
             part = Part(self.pages.of(key), start, count, ahead, request.slot)
             request.told, request.fault, request.draft = [], "", ()
             order.append(request)
-            pieces.append((start, count, not ahead))
-            found.append(Feed(request, part, request.ids[start : part.stop]))
-            if request.drafter is not None and count == 1 and not ahead:
+            pieces.append((start, count, draws))
+            found.append(Feed(request, part, request.ids[start : part.stop], 0, draws))
+            if request.drafter is not None and count == 1 and draws:
                 drafting.append(found[-1])
         if not drafting:
             return found
@@ -206,11 +207,10 @@ class Line:
             self.drift.take(seconds / said)
 
     def take(self, feeds: Sequence[Feed]) -> None:
-        """A step has fed these, and those with nothing ahead have drawn."""
-        for request, part, _, place in feeds:
+        """A step has fed these, and those that draw have drawn."""
+        for request, part, _, place, drew in feeds:
             if place:
                 continue  # with the first of the request's
-            drew = not part.ahead
             self.counts.prompt += part.tokens - (drew and request.drawn > 0)
             self.shares.take(request.ask.owner, part.tokens)
             request.fed = part.stop
@@ -249,7 +249,8 @@ class Line:
         the rest of it, if need be that of those behind it."""
         if not self._slots and next(_behind(self.requests, request, order), None) is None:
             return False
-        request.fed = self.pages.begin(request.key, request.ids)
+        among = 0 if self._regime is None else self._regime(len(request.ask.ids))
+        request.fed = self.pages.begin(request.key, request.ids, among)
         if not self._freed(request, len(request.ids), order):
             self.pages.end(request.key)
             request.fed = 0

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.collectives import World
-from outsize.data.tokenizer import Tokenizer, open_tokenizer
+from outsize.data.tokenizer import Tokenizer, ends_in, open_tokenizer
 from outsize.decode.generate import (
     GREEDY,
     PREFILL_TOKENS,
@@ -137,7 +137,7 @@ class Model(Decoder):
     ) -> str | list[int]:
         """What follows a prompt, as outsize.generate has it, with its draws as one thing. on_ready:
         called before the first token, with a line about where the weights are, "" for those in
-        memory. ends: tokens that end a text, by default the tokenizer's eos; with them, text
+        memory. ends: tokens that end a text, by default those of `ends_of`; with them, text
         follows token ids too."""
         as_text = isinstance(prompt, str) or ends is not None
         text = tokenizer_of(self, tokenizer) if as_text else None
@@ -153,7 +153,7 @@ class Model(Decoder):
                 on_ready("" if self.home is None else str(self.home))
             if text is None:
                 return generate(self, ids, max_tokens, sampling, (), None, session, at_once)
-            pieces = []
+            pieces, ends = [], ends_of(self, text) if ends is None else ends
             for piece in stream_text(
                 self, text, ids, max_tokens, sampling, stop, ends, session, at_once
             ):
@@ -240,6 +240,12 @@ def tokenizer_of(model: Decoder, named: str | Path | Tokenizer | None = None) ->
         f"no tokenizer is known for this model of {model.config.vocab} ids; pass"
         " tokenizer=DIRECTORY with a tokenizer.json, or a prompt of token ids"
     )
+
+
+def ends_of(model: Decoder, text: Tokenizer) -> frozenset[int]:
+    """The tokens that end a text: the tokenizer's own, and all that the model's files name."""
+    own = frozenset((text.eos,))
+    return own if model.origin is None else own | ends_in(model.origin, model.config.vocab)
 
 
 def _ids(prompt: Sequence[int] | Tensor) -> list[int]:

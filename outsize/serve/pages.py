@@ -19,7 +19,7 @@ from outsize.decode.caches import CACHES, Books, Move
 from outsize.serve.asks import Room
 from outsize.serve.price import FREE, Price
 
-_BEGINNING = 0  # stands for what is before a sequence's first page
+_BEGINNING = 0  # stands, like what is below it, for what is before a sequence's first page
 
 _Key = tuple[int, tuple[int, ...]]  # of the page before, and the tokens in this one
 
@@ -127,10 +127,10 @@ class Pages:
     def room(self, owner: int) -> int:
         return len(self._held[owner].pages) * self.size
 
-    def begin(self, owner: int, ids: Sequence[int]) -> int:
+    def begin(self, owner: int, ids: Sequence[int], among: int = 0) -> int:
         """A request comes; gives how many of its tokens have been kept, one fewer than all at
-        most."""
-        held = self._held[owner] = _Held()
+        most. among: with others of this number alone it shares pages."""
+        held = self._held[owner] = _Held(last=_BEGINNING - among)
         for index in range((len(ids) - 1) // self.size if self.sharing else 0):
             if not self._found(held, (held.last, _some(ids, index, self.size))):
                 break

@@ -49,6 +49,11 @@ class Pooling:
 
         engine.look(ids, True, take)
         found_E = (kept[0] / count if self.mode == MEAN else kept[0]).cpu()[:dimensions]
+        if not found_E.isfinite().all():
+            raise OutsizeError(
+                "the model gave states for this text that are not finite; expected numbers: check"
+                " its weights, or use a wider dtype"
+            )
         if self.normalized or dimensions is not None:
             found_E = torch.nn.functional.normalize(found_E, dim=0)
         return found_E.float()

@@ -3,8 +3,10 @@ tensors but those that logits are drawn from."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -16,6 +18,8 @@ from outsize.serve.drafts import Drafter
 from outsize.serve.price import Piece, Price
 from outsize.serve.slo import Load
 from outsize.serve.waiting import Waiting
+
+Regime = Callable[[int], int]  # as of outsize/models/rope.py, by the tokens of a text
 
 
 @dataclass
@@ -57,6 +61,21 @@ class Request:
     def owner(self) -> str:
         return self.ask.owner
 
+    def slice(self, count: int, regime: Regime | None) -> tuple[int, int]:
+        """So many tokens at most that one step may feed, and the tokens of its text behind them.
+        Where rotations go by the length of a text, those of its prompt are turned by the prompt's,
+        and a drawn one by that of the text up to itself, however late it is fed: what is fed again
+        is told so, too."""
+        start, prompt = self.fed, len(self.ask.ids)
+        count = min(count, self.tokens)
+        if regime is None:
+            return count, self.tokens - count
+        if start < prompt:
+            count = min(count, prompt - start)
+            return count, prompt - start - count
+        alike = partial(_regime, regime, start)
+        return bisect_right(range(1, count + 1), alike(1), key=alike), 0
+
     def waits(self) -> Waiting:
         return Waiting(
             self.key, self.tokens, self.fed, self.first, self.came, self.last, self.spent,
@@ -87,13 +106,19 @@ class Request:
         return last == self.draft[place - 1] and last not in self.ask.stop
 
 
+def _regime(regime: Regime, start: int, count: int) -> int:
+    return regime(start + count)
+
+
 class Feed(NamedTuple):
-    """What a step feeds of a request. place: of its draw among the request's in this step."""
+    """What a step feeds of a request. place: of its draw among the request's in this step; draws:
+    whether it has one."""
 
     request: Request
     part: Part
     ids: Sequence[int]
     place: int = 0
+    draws: bool = True
 
 
 @dataclass

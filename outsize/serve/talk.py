@@ -11,12 +11,13 @@ from torch import Tensor
 
 from outsize.data.chats import Asked, Message
 from outsize.data.targets import placed
-from outsize.data.template import Template
+from outsize.data.template import END, Template
 from outsize.data.tokenizer import Tokenizer
 from outsize.decode.samplers import Sampler
 from outsize.decode.text import check_prompt
+from outsize.errors import OutsizeError
 from outsize.serve.calls import QUESTION, SAID, WHERE, CallForm, form_of
-from outsize.serve.model import Model
+from outsize.serve.model import Model, ends_of
 
 
 @dataclass
@@ -32,7 +33,10 @@ class Talk:
         """The token ids that ask for an answer. OutsizeError for what the template refuses."""
         written, _ = self.template.render(WHERE, messages, tools, True)
         check_prompt(written)
-        return [int(token) for token in placed(self.text, written).ids]
+        if END in written:
+            return [int(token) for token in placed(self.text, written).ids]
+        ids: list[int] = self.text.encode_many([written])[0].tolist()  # Python is let go meanwhile
+        return ids
 
     @cached_property
     def calls(self) -> CallForm:
@@ -41,17 +45,20 @@ class Talk:
 
     @cached_property
     def ends(self) -> frozenset[int]:
-        """The tokens that end an answer: the tokenizer's eos, and the special one that the template
-        writes behind an answer."""
+        """The tokens that end an answer: those that end a text, and the special one that the
+        template writes behind an answer, where it writes a plain one."""
+        own = ends_of(self.model, self.text)
         said = [QUESTION, {"role": "assistant", "content": SAID}]
-        written, _ = self.template.render(WHERE, said, None, False)
+        try:
+            written, _ = self.template.render(WHERE, said, None, False)
+        except OutsizeError:  # it wants a system's message, or something else
+            return own
         behind = written[written.rfind(SAID) + len(SAID) :].lstrip()
         found = [one for one in self.template.ends if one and behind.startswith(one)]
-        own = {self.text.eos}
         if found:
             ids = placed(self.text, max(found, key=len)).ids
             own |= {int(ids[0])} if len(ids) == 1 else set()
-        return frozenset(own)
+        return own
 
     def answer(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from queue import SimpleQueue
@@ -14,9 +14,9 @@ from outsize.errors import OutsizeError
 from outsize.serve.asks import Ask, End, Token
 from outsize.serve.drafts import DRAFTERS
 from outsize.serve.engine import Engine
-from outsize.serve.model import Model
+from outsize.serve.model import Model, ends_of
 from outsize.serve.policies import chosen
-from outsize.serve.pooling import PLAIN, Pooling
+from outsize.serve.pooling import PLAIN, Pooling, pooling_in
 from outsize.serve.room import Served, Wanted, served
 
 Prompt = str | Sequence[int]
@@ -39,6 +39,7 @@ class TextEngine:
         draft: str | None = None,
     ) -> None:
         self.text = text
+        self._ends = frozenset[int]() if text is None else ends_of(model, text)
         drafter = None if draft is None else DRAFTERS.get(draft)
         playing = chosen(policy, wanted.slo)
         self.plan: Served = served(model, wanted)
@@ -85,21 +86,24 @@ class TextEngine:
         asks = [self._ask(p, max_tokens, one) for p, one in zip(prompts, own, strict=True)]
         for ask in asks:
             self.engine.check(ask.ids, ask.max_new_tokens)
-        ended = SimpleQueue[End]()
-        keys, left = list[int](), list(range(len(asks)))[::-1]
+        ended, over = SimpleQueue[End](), 0
+        keys, left = dict[int, int](), list(range(len(asks)))[::-1]
         found = [list[int]() for _ in asks]
-        over = 0
+        shown = {i: self._shown(stop) for i, p in enumerate(prompts) if stop and isinstance(p, str)}
 
         # Tokens are put down on the engine's thread: this one is woken by what it has to do alone.
         def take(number: int, one: Token | End) -> None:
             if isinstance(one, Token):
                 found[number].append(one.id)
+                if number in shown and shown[number](one.id) and number in keys:
+                    self.engine.cancel(keys[number])
             else:
-                ended.put(one)
+                stopped = number in shown and shown[number](None)
+                ended.put(End("stop") if stopped else one)
 
         def submit() -> None:  # no more than may go at once, so that the queue is others' too
             number = left.pop()
-            keys.append(self.engine.submit(asks[number], partial(take, number)))
+            keys[number] = self.engine.submit(asks[number], partial(take, number))
 
         try:
             while left and len(keys) < self.engine.room.slots:
@@ -112,7 +116,7 @@ class TextEngine:
                 if left:
                     submit()
         finally:
-            for key in keys:
+            for key in keys.values():
                 self.engine.cancel(key)
         return [
             "".join(self._pieces(iter(ids), stop)) if isinstance(prompt, str) else ids
@@ -135,19 +139,31 @@ class TextEngine:
         """Of each token but the first, the log of the probability that the model gave it."""
         return [one.logprob for one in self.engine.logprobs(self._ids(prompt))]
 
-    def embed(self, prompts: Sequence[Prompt], pooling: Pooling = PLAIN) -> list[list[float]]:
-        """A vector of each text, of what the head would multiply. Texts get what the tokenizer
-        puts around them."""
+    def embed(self, prompts: Sequence[Prompt], pooling: Pooling | None = None) -> list[list[float]]:
+        """A vector of each text, of what the head would multiply; how, the model's directory says
+        where nobody does. Texts get what the tokenizer puts around them."""
+        if pooling is None:
+            pooling = PLAIN if self._model.origin is None else pooling_in(self._model.origin)
         texts = [self._known().framed(p) if isinstance(p, str) else p for p in prompts]
         return [pooling.vector(self.engine, ids).tolist() for ids in texts]
 
+    def _shown(self, stop: Collection[str]) -> Callable[[int | None], bool]:
+        """What is told tokens as they come; says whether one of these strings has."""
+        stream, held = self._known().stream(), StopStrings(stop)
+
+        def push(token: int | None) -> bool:
+            if token is not None and token not in self._ends:
+                held.push(stream.push(token))
+            return held.stopped
+
+        return push
+
     def _pieces(self, tokens: Iterator[int], stop: Collection[str]) -> Iterator[str]:
-        text = self._known()
-        return pieces(tokens, text.stream(), StopStrings(stop), (text.eos,))
+        return pieces(tokens, self._known().stream(), StopStrings(stop), self._ends)
 
     def _ask(self, prompt: Prompt, most: int, sampling: Sampling, text: bool = False) -> Ask:
-        ends = (self._known().eos,) if text or isinstance(prompt, str) else ()
-        return Ask(tuple(self._ids(prompt)), most, sampling, frozenset(ends))
+        ends = self._ends if text or isinstance(prompt, str) else frozenset[int]()
+        return Ask(tuple(self._ids(prompt)), most, sampling, ends)
 
     def _ids(self, prompt: Prompt) -> Sequence[int]:
         return prompt_ids(self._known(), prompt) if isinstance(prompt, str) else prompt

@@ -81,7 +81,7 @@ class Stretches:
     def room(self, owner: int) -> int:
         return self._held[owner].pages * self.size
 
-    def begin(self, owner: int, ids: Sequence[int]) -> int:
+    def begin(self, owner: int, ids: Sequence[int], among: int = 0) -> int:
         self._held[owner] = _Held()
         return 0
 

@@ -76,6 +76,19 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
 
 
 @pytest.mark.parametrize("text", TEXTS)
+def test_words_make_the_text(tokenizer: Tokenizer, text: str) -> None:
+    """Each token by itself, bytes of a character and spaces in front of words among them."""
+    words = [tokenizer.word(token) for token in tokenizer.encode(text)]
+    said = b"".join(words).decode()
+    assert said in (text, " " + text)  # as its tokenizer reads it
+
+
+def test_special_tokens_are_words(tmp_path: Path) -> None:
+    assert ByteTokenizer().word(256) == b"<|end|>"
+    assert FileTokenizer.load(byte_level(tmp_path)).word(1) == b"<|end|>"
+
+
+@pytest.mark.parametrize("text", TEXTS)
 def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text

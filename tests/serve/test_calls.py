@@ -173,6 +173,13 @@ def test_what_is_said_before_is_said(words: Tokenizer) -> None:
     assert "".join(one.text for one in pieces) == said and not pieces[-1].calls
 
 
+def test_a_template_may_want_a_system_message() -> None:
+    """Which what finds its ends by a plain question has not: texts' own ends are left."""
+    text = "{% if messages[0].role != 'system' %}{{ raise_exception('alone') }}{% endif %}{{ 1 }}"
+    model = Model(build(parse({**SMALL, "model_type": "llama", "vocab_size": 257}), seed=3))
+    assert Talk(model, ByteTokenizer(), template(text)).ends == {256}
+
+
 @pytest.fixture(scope="module")
 def address() -> Iterator[tuple[str, int]]:
     config = {**SMALL, "model_type": "llama", "vocab_size": 257, "initializer_range": 0.5}

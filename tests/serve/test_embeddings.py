@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -140,6 +141,15 @@ def test_texts_get_what_the_tokenizer_puts_around_them(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}', encoding="utf-8")
     assert open_tokenizer(str(tmp_path)).framed("a") == [1, 0, 2]
     assert open_tokenizer("bytes").framed("a") == [97]
+
+
+def test_states_that_are_no_numbers_are_refused(model: Model) -> None:
+    broken = copy.deepcopy(model)
+    with torch.no_grad(), Engine(broken, ROOM, POLICIES.get("mixed")) as engine:
+        broken.epilogue.norm.weight.fill_(float("nan"))
+        with pytest.raises(OutsizeError, match="states for this text that are not finite"):
+            Pooling().vector(engine, [1, 2])
+        assert engine.fault is None
 
 
 def test_embeddings_wait_in_the_same_queue(model: Model) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from decoders import CONFIGS, SMALL
 from torch import Tensor
 
 import outsize
+from outsize.data.tokenizer import ByteTokenizer
 from outsize.decode.samplers import Sampler, Sampling
 from outsize.errors import OutsizeError
 from outsize.hardware.disk import OPERATION
@@ -107,6 +111,47 @@ def test_no_policy_changes_anything(policy: str) -> None:
     tight = replace(ROOM, pages=14, slots=2, slo=Slo(ttft=1e9, tpot=0.025))
     for room in (ROOMS["slices"], tight):
         assert told(model, some, room, policy) == alone
+
+
+TURNED: dict[str, dict[str, Any]] = {
+    "longrope": {
+        "model_type": "phi3", "original_max_position_embeddings": 16,
+        "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 4,
+                         "long_factor": [1.0, 2.0, 3.0, 4.0]},
+    },
+    "dynamic": {
+        "model_type": "llama", "max_position_embeddings": 16,
+        "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
+    },
+}  # fmt: skip
+
+
+@COMPILED
+@pytest.mark.parametrize("name", TURNED)
+def test_texts_that_are_turned_by_their_length_share_none_of_another(name: str) -> None:
+    """Whose keys go by 16 tokens: a short prompt, a long one that begins like it, one that gets
+    longer; after one another, in slices, and interrupted when they had passed it."""
+    model, text = Model(build(parse({**SMALL, **TURNED[name]}), seed=3)), list(range(1, 41))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    some = [
+        Ask(tuple(text[:length]), new, Sampling(1.0, seed=length), frozenset(), 2)
+        for length, new in ((12, 12), (13, 2), (40, 8), (41, 3), (9, 30), (12, 25))
+    ]
+    alone = [told(model, [ask], ROOM)[0] for ask in some]
+    for ask, one in zip(some[:1], alone[:1], strict=True):
+        drawn = [x.id for x in one]
+        assert drawn == model.generate(ask.ids, ask.max_new_tokens, ask.sampler)
+    with Engine(model, ROOM, POLICIES.get("mixed")) as engine:
+        assert [list(engine.tokens(ask)) for ask in some] == alone
+        assert engine.line.counts.kept > 0
+    for room in ROOMS.values():
+        assert told(model, some, room) == alone
+    with paused(model, replace(ROOM, slots=1, price=PRICE), "feedback") as engine:
+        assert answered(engine, some) == alone
+        assert engine.line.counts.interrupted > 0
 
 
 def test_feedback_interrupts_who_has_had_much() -> None:
@@ -402,6 +447,36 @@ def test_of_equally_likely_tokens_the_lowest_are_told() -> None:
                    for i, value in found.tops)  # fmt: skip
 
 
+def test_a_long_text_that_is_looked_at_holds_up_nobody() -> None:
+    """Whoever draws has a token behind each slice of it."""
+    model, order, found = model_of("llama"), list[str](), list[Tensor]()
+    with paused(model, replace(ROOM, budget=5)) as engine:
+        feed, look = engine.steps.feed, engine.steps.look
+
+        def fed(*step: Any) -> None:
+            order.append("step")
+            feed(*step)
+
+        def seen(*part: Any) -> Tensor:
+            order.append("slice")
+            return look(*part)
+
+        engine.steps.feed, engine.steps.look = fed, seen  # type: ignore[method-assign]
+        told = Told()
+        engine.submit(Ask((1, 2), 12, Sampling()), told)
+        beside = threading.Thread(target=engine.look, args=([3] * 23, False, found.append))
+        beside.start()
+        while not engine.line.beside:
+            pass
+        engine.start()
+        beside.join()
+        told.wait()
+        assert order[:10] == ["slice", "step"] * 5 and engine.line.beside == 0
+        assert engine.line.pages.left == engine.room.pages
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(found), model(torch.tensor([3] * 23)))
+
+
 def test_what_cannot_be_served_is_refused_before_it_waits() -> None:
     model = model_of("llama")
     with paused(model, replace(ROOM, queue=10)) as engine:
@@ -543,9 +618,9 @@ def test_many_texts_at_once(tmp_path: Path) -> None:
         found = e.generate(prompts, 8)
         assert found == [model.generate(prompt, 8) for prompt in prompts]
         assert "".join(e.stream("one", 8)) == found[0]
-        stop = str(found[1])[3:5]
-        if stop:
-            assert e.generate(["two"], 8, stop=[stop]) == [str(found[1]).partition(stop)[0]]
+        drawn, stop = e.engine.line.counts.drawn, str(found[1])[0]
+        assert e.generate(["two"], 40, stop=[stop]) == [""]
+        assert e.engine.line.counts.drawn < drawn + 20  # nothing is drawn behind it
         with pytest.raises(OutsizeError, match="2 samplings for 1 prompts"):
             e.generate(["one"], 8, [Sampling(), Sampling()])
         with pytest.raises(OutsizeError, match="prompts is 'one'; expected a list"):
@@ -554,6 +629,14 @@ def test_many_texts_at_once(tmp_path: Path) -> None:
         pass
     with pytest.raises(OutsizeError, match="requests is 0; expected 1 or more"):
         outsize.engine(tmp_path / "hf", requests=0)
+    third = model.generate([256, *b"one"], 3)[2]
+    ends = json.dumps({"eos_token_id": [256, third]})
+    (tmp_path / "hf" / "generation_config.json").write_text(ends, encoding="utf-8")
+    with outsize.engine(tmp_path / "hf", requests=2) as e:  # of several end tokens any ends
+        (said,) = e.generate(["one"], 8)
+        assert said == "".join(e.stream("one", 8)) == outsize.generate(model, "one", 8)
+        assert said == ByteTokenizer().decode(model.generate([256, *b"one"], 2))  # type: ignore[arg-type]
+    (tmp_path / "hf" / "generation_config.json").unlink()
     with outsize.engine(tmp_path / "hf", requests=2, policy="deadline:ttft=9000s,tpot=500s") as e:
         assert e.plan.room.slo == Slo(9000, 500)
         assert any(line.startswith("promised ttft=9e+03s,tpot=500s") for line in e.plan.lines())

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import httpx
@@ -26,11 +27,14 @@ from serving import KEY, ROOM, asked, served
 
 from outsize.data.tokenizer import ends_in, open_tokenizer
 from outsize.decode.samplers import Sampling
+from outsize.kernels import native
 from outsize.models.build import build
 from outsize.models.families import parse
 from outsize.serve.asks import Ask
 from outsize.serve.engine import Engine
 from outsize.serve.http import guard
+from outsize.serve.http.answers import unless_left
+from outsize.serve.http.asked import Completion
 from outsize.serve.http.choices import Piece, Weighed, pieces
 from outsize.serve.http.shapes import Shaped, Shapes
 from outsize.serve.model import Model
@@ -142,6 +146,32 @@ def test_logprobs_of_prompt_and_answer(client: openai.OpenAI, model: Model) -> N
     assert found.logprobs.text_offset == [0, *range(len(ids) - 1)]
 
 
+def test_where_tokens_begin_is_said_in_characters(client: openai.OpenAI) -> None:
+    """Of the text that is answered, in streams as at once; a part of a character is its bytes."""
+    ask: dict[str, Any] = {"model": "small", "prompt": "hé€", "max_tokens": 8, "n": 2, "seed": 3,
+                           "logprobs": 3, "echo": True, "stop": ["zz"],
+                           "logit_bias": {"195": 50, "169": 50}}  # fmt: skip
+    whole = client.completions.create(**ask)
+    found = [[list[Any]() for _ in range(4)] for _ in range(2)]
+    for event in client.completions.create(**ask, stream=True):
+        for one in event.choices:
+            for mine, more in zip(found[one.index], _logged(one.logprobs), strict=True):
+                mine += more
+    assert found == [_logged(one.logprobs) for one in whole.choices]
+    words, _, tops, begins = found[0]
+    assert words[1:7] == ["h", *(f"bytes:\\x{x}" for x in ("c3", "a9", "e2", "82", "ac"))]
+    assert begins[:8] == [0, 0, 1, 1, 2, 2, 2, 3] and all(len(one) == 3 for one in tops[1:])
+    text, shown = whole.choices[0].text, 3
+    for word, begin in zip(words[7:], begins[7:], strict=True):
+        assert begin in (shown, shown - 1) and begin < len(text)
+        shown = max(shown, begin + 1)
+        assert word in ("bytes:\\xc3", "bytes:\\xa9")
+
+
+def _logged(logs: Any) -> list[list[Any]]:
+    return [logs.tokens, logs.token_logprobs, logs.top_logprobs, logs.text_offset]
+
+
 def test_stop_bias_and_penalties(client: openai.OpenAI) -> None:
     ask: dict[str, Any] = {"model": "small", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
     only = client.completions.create(**ask, logit_bias={"97": 100}).choices[0]
@@ -150,6 +180,15 @@ def test_stop_bias_and_penalties(client: openai.OpenAI) -> None:
     assert stopped.text == "" and stopped.finish_reason == "stop"
     ended = client.completions.create(**ask, logit_bias={"256": 100}).choices[0]
     assert ended.text == "" and ended.finish_reason == "stop"
+    chat = client.chat.completions.create(
+        model="small", messages=[{"role": "user", "content": "x"}], max_tokens=2, logprobs=True,
+        top_logprobs=2, logit_bias={"195": 100},
+    )  # fmt: skip
+    assert chat.choices[0].logprobs is not None and chat.usage is not None
+    (one, _) = chat.choices[0].logprobs.content or []
+    assert one.token == "bytes:\\xc3" and one.bytes == [0xC3] and chat.usage.completion_tokens == 2
+    end = client.completions.create(**ask, logit_bias={"256": 100})
+    assert end.usage is not None and end.usage.completion_tokens == 1  # that which says nothing
 
 
 @pytest.mark.parametrize(
@@ -237,6 +276,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str | None, str]] = {
         "chat/completions", {"messages": [{"role": "nobody", "content": "x"}]}, 400, "messages",
         "role",
     ),
+    "an empty stop string": ("completions", {"prompt": "a", "stop": ""}, 400, "stop", "stop"),
+    "one of several": ("completions", {"prompt": "a", "stop": ["b", ""]}, 400, "stop", "stop"),
+    "prompts": ("completions", {"prompt": [[1]] * 2049}, 400, "prompt", "at most 2048"),
+    "of two kinds": ("completions", {"prompt": ["a", [1]]}, 400, "prompt", "prompt.1"),
+    "half a pair in a call": (
+        "chat/completions", {"messages": [{"role": "assistant", "tool_calls": [
+            {"function": {"name": "\ud800", "arguments": "x"}}]}]}, 400, "messages", "\\ud800",
+    ),
     "path": ("responses", {"input": "a"}, 404, None, "Not Found"),
 }  # fmt: skip
 
@@ -250,6 +297,15 @@ def test_what_is_not_there_is_said(
         found, answer, _ = asked(address, f"/v1/{path}", {**body, **stream})
         assert found == status and answer["error"]["param"] == param
         assert words in answer["error"]["message"]
+
+
+def test_null_is_nothing() -> None:
+    """As OpenAI's clients send what is None."""
+    names = ("temperature", "top_p", "n", "stream", "presence_penalty", "frequency_penalty", "echo",
+             "stop", "seed", "logprobs", "logit_bias", "user", "stream_options")  # fmt: skip
+    assert Completion(prompt="a") == Completion(prompt="a", **dict.fromkeys(names))
+    with pytest.raises(pydantic.ValidationError):
+        Completion(prompt="a", temperature=3)
 
 
 def test_bodies_that_are_none(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +333,38 @@ def test_bodies_that_are_none(address: tuple[str, int], monkeypatch: pytest.Monk
                     b"Authorization: Bearer sesame\r\nContent-Type: text/json\r\n\r\n")  # fmt: skip
         raw.sendall(b"80\r\n" + b" " * 128 + b"\r\n")
         assert raw.recv(100).startswith(b"HTTP/1.1 413")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [None] * 900}, {"prompt": [[None]] * 900}, {"prompt": "a", "stop": [5] * 16},
+        {"prompt": "a", "logit_bias": {f"x{i}": 1 for i in range(70_000)}},
+        {"prompt": "a", **{f"x{i}": 1 for i in range(900)}},
+    ],
+)  # fmt: skip
+def test_what_is_wrong_a_thousand_times_is_said_once(body: dict[str, Any]) -> None:
+    """A body of 16 MiB would be a list of faults of gigabytes."""
+    with pytest.raises(pydantic.ValidationError) as found:
+        Completion.model_validate(body)
+    assert found.value.error_count() <= 5
+
+
+def test_who_has_left_is_not_worked_for() -> None:
+    ended = list[str]()
+
+    async def gone() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def work() -> dict[str, Any]:
+        try:
+            await asyncio.sleep(1e9)
+        finally:
+            ended.append("cancelled")
+        return {}
+
+    request: Any = SimpleNamespace(receive=gone)
+    assert asyncio.run(unless_left(request, work())).status_code == 499 and ended == ["cancelled"]
 
 
 def test_a_body_that_does_not_come(
@@ -427,6 +515,7 @@ def test_tokens_and_metrics(address: tuple[str, int]) -> None:
     _, text, _ = asked(address, "/metrics", None)
     found = {x.name: x.samples[0].value for x in text_string_to_metric_families(text)}
     assert found["outsize_drawn"] >= 3 and found["outsize_pages"] == 64
+    assert found["outsize_native"] == (native.library() is not None)
     assert asked(address, "/openapi.json", None)[1]["info"]["title"] == "Outsize"
 
 

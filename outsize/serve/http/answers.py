@@ -8,8 +8,9 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -38,12 +39,14 @@ class _Said:
 
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
+    begins: list[int] = field(default_factory=list)
     reason: str | None = None
     calls: tuple[Call, ...] = ()
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text
         self.tokens += piece.tokens
+        self.begins += piece.begins
         self.reason = piece.reason or self.reason
         self.calls += piece.calls
 
@@ -72,11 +75,12 @@ class Answer(ABC, Generic[Asked]):
         self.used = 0
         stop = asked.stop or ()
         self.stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        for ids in prompts:
+            serving.engine.check(ids, self.most(ids))
+        self._bias = self._biases()
         self.asks = [
             self._ask(ids, p * asked.n + i) for p, ids in enumerate(prompts) for i in range(asked.n)
         ]
-        for ask in self.asks:
-            serving.engine.check(ask.ids, ask.max_new_tokens)
 
     async def respond(self, request: Request) -> Response:
         """What goes back; nothing more is drawn for a client that has left."""
@@ -84,15 +88,7 @@ class Answer(ABC, Generic[Asked]):
         came = request.scope.get(CAME)
         self.asks = [replace(ask, owner=key, came=came) for ask in self.asks]
         if not self.asked.stream:
-            whole = asyncio.ensure_future(self.whole())
-            left = asyncio.ensure_future(_left(request))
-            try:
-                await asyncio.wait({whole, left}, return_when=asyncio.FIRST_COMPLETED)
-                return JSONResponse(whole.result()) if whole.done() else Response(status_code=499)
-            finally:
-                for task in (whole, left):
-                    task.cancel()
-                await asyncio.gather(whole, left, return_exceptions=True)
+            return await unless_left(request, self.whole())
         # What is refused is refused with its status, before the first event is sent.
         events = self._events()
         first = await anext(events)
@@ -170,13 +166,16 @@ class Answer(ABC, Generic[Asked]):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _ask(self, ids: Sequence[int], number: int) -> Ask:
-        asked, vocab = self.asked, self.serving.engine.model.config.vocab
-        bias = dict[int, float]()
-        for name, more in (asked.logit_bias or {}).items():
+    def _biases(self) -> dict[int, float]:
+        vocab, found = self.serving.engine.model.config.vocab, dict[int, float]()
+        for name, more in (self.asked.logit_bias or {}).items():
             if not name.isdecimal() or int(name) >= vocab:
                 raise OutsizeError(f"logit_bias: {name!r}; expected a token id, 0 to {vocab - 1}")
-            bias[int(name)] = more
+            found[int(name)] = more
+        return found
+
+    def _ask(self, ids: Sequence[int], number: int) -> Ask:
+        asked, bias = self.asked, self._bias
         sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, self.seed + number)
         weighed = Weighed(sampling, asked.presence_penalty, asked.frequency_penalty, bias)
         plain = not bias and not asked.presence_penalty and not asked.frequency_penalty
@@ -192,8 +191,13 @@ class Answer(ABC, Generic[Asked]):
             "total_tokens": prompt + self.used,
         }  # fmt: skip
 
-    def written(self, token: int) -> str:
-        return self.serving.text.written([token])
+    def written(self, token: int) -> tuple[str, bytes]:
+        """A token, and its bytes; one that is a part of a character by these, as OpenAI has it."""
+        raw = self.serving.text.word(token)
+        try:
+            return raw.decode(), raw
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{one:02x}" for one in raw), raw
 
     def ends(self) -> frozenset[int]:
         return self.serving.ends(self.talking)
@@ -222,6 +226,16 @@ class Answer(ABC, Generic[Asked]):
 class CompletionAnswer(Answer[Completion]):
     kind = streamed = "text_completion"
 
+    @cached_property
+    def _before(self) -> list[str]:
+        """What of each prompt stands before its choices."""
+        return [self.serving.text.decode(x) if self.asked.echo else "" for x in self.prompts]
+
+    @cached_property
+    def _scored(self) -> dict[int, list[Token]]:
+        """Of prompts whose own tokens are told."""
+        return {}
+
     def most(self, ids: Sequence[int]) -> int:
         return self.room(ids) if self.asked.max_tokens is None else self.asked.max_tokens
 
@@ -232,37 +246,41 @@ class CompletionAnswer(Answer[Completion]):
         return await self.part(number, said, True)
 
     async def part(self, number: int, piece: Piece | _Said, first: bool) -> dict[str, Any]:
-        echoed = await self._echoed(number) if first else []
-        text = self._prompt(number) + piece.text if first else piece.text
-        logprobs = self._logprobs([*echoed, *piece.tokens], bool(echoed))
+        prompt, logprobs = number // self.asked.n, None
+        text = self._before[prompt] + piece.text if first else piece.text
+        if self.asked.logprobs is not None:
+            echoed = await self._echoed(prompt) if first and self.asked.echo else []
+            offsets = self._begins([one.id for one in echoed])
+            offsets += [len(self._before[prompt]) + at for at in piece.begins]
+            logprobs = self._logprobs([*echoed, *piece.tokens], offsets, bool(echoed))
         return {
             "index": number, "text": text, "finish_reason": piece.reason, "logprobs": logprobs
         }  # fmt: skip
 
-    def _prompt(self, number: int) -> str:
-        ids = self.prompts[number // self.asked.n]
-        return self.serving.text.decode(ids) if self.asked.echo else ""
+    async def _echoed(self, prompt: int) -> list[Token]:
+        """The prompt's own tokens with their log-probabilities, the same for all its choices."""
+        if prompt not in self._scored:
+            ids, engine = self.prompts[prompt], self.serving.engine
+            scored = await asyncio.to_thread(engine.logprobs, ids, self.asked.logprobs or 0)
+            self._scored[prompt] = [Token(ids[0]), *scored]
+        return self._scored[prompt]
 
-    async def _echoed(self, number: int) -> list[Token]:
-        """The prompt's own tokens, where their log-probabilities are asked for."""
-        ids, tops = self.prompts[number // self.asked.n], self.asked.logprobs
-        if not self.asked.echo or tops is None:
-            return []
-        scored = await asyncio.to_thread(self.serving.engine.logprobs, ids, tops)
-        return [Token(ids[0]), *scored]
+    def _begins(self, ids: Sequence[int]) -> list[int]:
+        """Of each token of a prompt the characters before it."""
+        stream, found, at = self.serving.text.stream(), list[int](), 0
+        for one in ids:
+            found.append(at)
+            at += len(stream.push(one))
+        return found
 
-    def _logprobs(self, tokens: Sequence[Token], echoed: bool) -> dict[str, Any] | None:
+    def _logprobs(
+        self, tokens: Sequence[Token], offsets: Sequence[int], echoed: bool
+    ) -> dict[str, Any]:
         """echoed: nothing is before the first token, which has none."""
-        if self.asked.logprobs is None:
-            return None
-        words, offsets, at = [self.written(one.id) for one in tokens], list[int](), 0
-        for one in tokens:
-            offsets.append(at)
-            at += len(self.serving.text.decode([one.id]))
         values = [one.logprob for one in tokens]
-        tops = [{self.written(i): value for i, value in one.tops} for one in tokens]
+        tops = [_by_name((self.written(i)[0], x) for i, x in one.tops) for one in tokens]
         return {
-            "tokens": words,
+            "tokens": [self.written(one.id)[0] for one in tokens],
             "token_logprobs": [None, *values[1:]] if echoed else values,
             "top_logprobs": [None, *tops[1:]] if echoed else tops,
             "text_offset": offsets,
@@ -310,8 +328,8 @@ class ChatAnswer(Answer[Conversation]):
         return {**self._word(token.id, token.logprob), "top_logprobs": tops}
 
     def _word(self, token: int, logprob: float) -> dict[str, Any]:
-        word = self.written(token)
-        return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
+        word, raw = self.written(token)
+        return {"token": word, "logprob": logprob, "bytes": list(raw)}
 
 
 def _called(calls: Sequence[Call]) -> list[dict[str, Any]]:
@@ -320,6 +338,27 @@ def _called(calls: Sequence[Call]) -> list[dict[str, Any]]:
          "function": {"name": one.name, "arguments": one.arguments}}
         for one in calls
     ]  # fmt: skip
+
+
+def _by_name(tops: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The likeliest of those of one name."""
+    found = dict[str, float]()
+    for name, value in tops:
+        found.setdefault(name, value)
+    return found
+
+
+async def unless_left(request: Request, found: Coroutine[Any, Any, dict[str, Any]]) -> Response:
+    """What goes back; nothing more is done for a client that has left."""
+    whole = asyncio.ensure_future(found)
+    left = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait({whole, left}, return_when=asyncio.FIRST_COMPLETED)
+        return JSONResponse(whole.result()) if whole.done() else Response(status_code=499)
+    finally:
+        for task in (whole, left):
+            task.cancel()
+        await asyncio.gather(whole, left, return_exceptions=True)
 
 
 async def _left(request: Request) -> None:

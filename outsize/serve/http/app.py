@@ -26,13 +26,13 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 
 from outsize.data.tokenizer import Tokenizer
-from outsize.decode.text import check_prompt, prompt_ids
+from outsize.decode.text import check_prompt, many_ids
 from outsize.errors import OutsizeError, counted
 from outsize.serve.asks import Full
 from outsize.serve.calls import CallForm
 from outsize.serve.engine import Engine
 from outsize.serve.http import told
-from outsize.serve.http.answers import ChatAnswer, CompletionAnswer
+from outsize.serve.http.answers import ChatAnswer, CompletionAnswer, unless_left
 from outsize.serve.http.asked import (
     Completion,
     Conversation,
@@ -46,6 +46,7 @@ from outsize.serve.http.guard import fault
 from outsize.serve.http.metrics import metrics_of
 from outsize.serve.http.shapes import Shapes
 from outsize.serve.http.told import answers
+from outsize.serve.model import ends_of
 from outsize.serve.pooling import PLAIN, Pooling
 from outsize.serve.talk import Talk
 
@@ -58,8 +59,8 @@ STUCK = 120.0  # seconds without a step while somebody waits
 @dataclass(frozen=True)
 class Serving:
     """What the API speaks for. name: of the model; talk: how its chats are written, None: it has no
-    template; plan: lines about what it holds; keyed: whether a key is asked for; more: ids that end
-    a text beside the tokenizer's own; pooling: of embeddings."""
+    template; plan: lines about what it holds; keyed: whether a key is asked for; pooling: of
+    embeddings."""
 
     engine: Engine
     text: Tokenizer
@@ -67,13 +68,15 @@ class Serving:
     talk: Talk | None
     plan: Sequence[str] = ()
     keyed: bool = False
-    more: frozenset[int] = frozenset()
     pooling: Pooling = PLAIN
 
     def ends(self, talking: bool) -> frozenset[int]:
         """The ids that end a text, or an answer."""
-        own = self.talk.ends if talking and self.talk is not None else {self.text.eos}
-        return self.more | own
+        return self.talk.ends if talking and self.talk is not None else self._ends
+
+    @cached_property
+    def _ends(self) -> frozenset[int]:
+        return ends_of(self.engine.model, self.text)
 
     @cached_property
     def shapes(self) -> Shapes:
@@ -151,17 +154,24 @@ def _wrong(every: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
         return f"the body: not JSON behind {counted(first['loc'][-1], 'character')}", None
     if first["type"] == "value_error":  # of fields that do not go together
         message = str(first["ctx"]["error"])
-        return message, message.partition(": ")[0]
+        field = message.partition(": ")[0]
+        return message, field if field in _FIELDS else None
     own = [one for one in every if one["loc"][:2] == first["loc"][:2]]
     # Of several forms that it might have the one that it fits furthest.
-    first = max(own, key=lambda one: (len(_where(one)), not one["type"].endswith("_type")))
+    first = max(own, key=_fits)
     where = _where(first)
     return f"{'.'.join(where) or 'the body'}: {first['msg']}", ".".join(where[:1]) or None
 
 
+def _fits(error: Mapping[str, Any]) -> tuple[bool, int, int]:
+    where = _where(error)
+    place = int(where[-1]) if where and where[-1].isdecimal() else -1
+    return not error["type"].endswith("_type"), len(where), place
+
+
 def _where(error: Mapping[str, Any]) -> list[str]:
     """The path of what is wrong in a body, without the forms that were tried."""
-    path = [str(one) for one in error["loc"] if one != "body"]
+    path = [str(one) for one in error["loc"] if one not in ("body", "str")]
     return [one for one in path if "[" not in one or one == "[key]"]
 
 
@@ -199,7 +209,7 @@ def _generation(app: FastAPI, serving: Serving) -> None:
     @app.post("/v1/completions", **answers(told.Completion, *_ASKED, streamed=True))
     async def completions(asked: Completion, request: Request) -> Any:
         _check_model(serving, asked.model)
-        prompts = [_ids(serving, one) for one in _listed(asked.prompt)]
+        prompts = await _all_ids(serving, _listed(asked.prompt))
         return await CompletionAnswer(serving, asked, prompts, ident("cmpl")).respond(request)
 
     @app.post("/v1/chat/completions", **answers(told.ChatCompletion, *_ASKED, streamed=True))
@@ -212,8 +222,9 @@ def _generation(app: FastAPI, serving: Serving) -> None:
             )
         form = serving.talk.calls if asked.offered else None  # before the tools are written out
         offered = [one.model_dump(exclude_none=True) for one in asked.tools or ()]
-        ids = serving.talk.prompt(
-            [one.plain() for one in asked.messages], offered if asked.offered else None
+        messages = [one.plain() for one in asked.messages]
+        ids = await asyncio.to_thread(
+            serving.talk.prompt, messages, offered if asked.offered else None
         )
         shape = await asyncio.to_thread(_shape, serving, asked, form)
         answer = ChatAnswer(serving, asked, [ids], ident("chatcmpl"), shape, form)
@@ -238,53 +249,60 @@ def _listed(prompt: str | list[int] | list[str] | list[list[int]]) -> Sequence[s
     return several or [[one for one in prompt if isinstance(one, int)]]
 
 
-def _ids(serving: Serving, prompt: str | list[int]) -> list[int]:
-    return prompt_ids(serving.text, prompt) if isinstance(prompt, str) else prompt
+async def _all_ids(serving: Serving, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+    """Of all texts, or of all ids. Steps and others' answers go on meanwhile."""
+    texts = [one for one in prompts if isinstance(one, str)]
+    if texts:
+        return await asyncio.to_thread(many_ids, serving.text, texts)
+    return [one for one in prompts if not isinstance(one, str)]
 
 
 def _embeddings(app: FastAPI, serving: Serving) -> None:
     @app.post("/v1/embeddings", **answers(told.Vectors, *_ASKED))
-    async def embeddings(asked: Embedding) -> Any:
+    async def embeddings(asked: Embedding, request: Request) -> Any:
         _check_model(serving, asked.model)
         config = serving.engine.model.config
         size = config.embed_size or config.hidden
         if asked.dimensions is not None and asked.dimensions > size:
             raise OutsizeError(f"dimensions: {asked.dimensions}; this model has {size}")
-        texts = [_framed(serving, one) for one in _listed(asked.input)]
+        texts = await asyncio.to_thread(_framed, serving, _listed(asked.input))
         for ids in texts:
             serving.engine.check(ids, 1)
-        found = list[dict[str, Any]]()
-        for index, ids in enumerate(texts):
-            vector = await asyncio.to_thread(
-                serving.pooling.vector, serving.engine, ids, asked.dimensions
-            )
-            said: Any = vector.tolist()
-            if asked.encoding_format == "base64":
-                said = base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
-            found.append({"object": "embedding", "index": index, "embedding": said})
-        count = sum(map(len, texts))
-        return {
-            "object": "list", "data": found, "model": serving.name,
-            "usage": {"prompt_tokens": count, "total_tokens": count},
-        }  # fmt: skip
+        return await unless_left(request, _vectors(serving, asked, texts))
 
 
-def _framed(serving: Serving, text: str | list[int]) -> list[int]:
-    if not isinstance(text, str):
-        return text
-    check_prompt(text)
-    return serving.text.framed(text)
+async def _vectors(
+    serving: Serving, asked: Embedding, texts: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    found, vector = list[dict[str, Any]](), serving.pooling.vector
+    for index, ids in enumerate(texts):
+        each_E = await asyncio.to_thread(vector, serving.engine, ids, asked.dimensions)
+        said: Any = each_E.tolist()
+        if asked.encoding_format == "base64":
+            said = base64.b64encode(each_E.numpy().astype("<f4").tobytes()).decode()
+        found.append({"object": "embedding", "index": index, "embedding": said})
+    count = sum(map(len, texts))
+    return {
+        "object": "list", "data": found, "model": serving.name,
+        "usage": {"prompt_tokens": count, "total_tokens": count},
+    }  # fmt: skip
+
+
+def _framed(serving: Serving, texts: Sequence[str | list[int]]) -> list[list[int]]:
+    found = list[list[int]]()
+    for text in texts:
+        if isinstance(text, str):
+            check_prompt(text)
+        found.append(serving.text.framed(text) if isinstance(text, str) else text)
+    return found
 
 
 def _tokens(app: FastAPI, serving: Serving) -> None:
     @app.post("/tokenize", **answers(told.Ids, *_BODY))
     async def tokenize(asked: Text) -> Any:
         _check_model(serving, asked.model)
-        check_prompt(asked.prompt)
-        if asked.add_special_tokens:
-            ids = prompt_ids(serving.text, asked.prompt)
-        else:
-            ids = serving.text.encode(asked.prompt)
+        (ids,) = await _all_ids(serving, [asked.prompt])
+        ids = ids if asked.add_special_tokens else ids[1:]
         return {"tokens": ids, "count": len(ids), "max_model_len": serving.engine.limit}
 
     @app.post("/detokenize", **answers(told.Words, *_BODY))
@@ -296,7 +314,7 @@ def _tokens(app: FastAPI, serving: Serving) -> None:
                 f"tokens: {wrong[0]}; expected 0 to {serving.text.vocab_size - 1}, the"
                 " tokenizer's vocabulary"
             )
-        return {"prompt": serving.text.decode(asked.tokens)}
+        return {"prompt": await asyncio.to_thread(serving.text.decode, asked.tokens)}
 
 
 def _page(app: FastAPI, serving: Serving) -> None:

@@ -5,22 +5,56 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from outsize.errors import OutsizeError
 
 MOST_CHOICES = 16
+MOST_PROMPTS = 2048  # of a request, and texts of one that embeds
+MOST_BIASES = 65_536
+_MOST_FIELDS = 256  # of an object, more than any has
 MOST_TOPS = 20
 DEFAULT_TOKENS = 16  # of a completion, as the OpenAI API has it
 
+# The first that is wrong in a list is said: a body of millions is as soon refused as any.
 Id = Annotated[int, Field(ge=0)]
-Ids = Annotated[list[Id], Field(min_length=1)]
+Ids = Annotated[list[Id], Field(fail_fast=True, min_length=1)]
+_Many = Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)
+Several = Annotated[list[str], _Many] | Annotated[list[Ids], _Many]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Stop = Annotated[str, Field(min_length=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+Choices = Annotated[int, Field(ge=1, le=MOST_CHOICES)]
+
+
+def _or(default: Any, kind: Any) -> BeforeValidator:
+    """null is what nothing is, as the OpenAI API has it."""
+    return BeforeValidator(
+        lambda given: default if given is None else given, json_schema_input_type=kind | None
+    )
+
+
+def _few(biases: Any) -> Any:
+    if isinstance(biases, dict) and len(biases) > MOST_BIASES:
+        raise ValueError(f"logit_bias: {len(biases):,} tokens; expected at most {MOST_BIASES:,}")
+    return biases
+
+
+Biases = Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few)]
 
 
 class _Asked(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > _MOST_FIELDS:
+            raise ValueError(f"the body: an object of {len(given):,} fields; expected those of the"
+                             " document, /openapi.json")  # fmt: skip
+        return given
 
 
 class StreamOptions(_Asked):
@@ -31,17 +65,17 @@ class _Drawn(_Asked):
     """What both ways of asking share. top_k is our own: so many of the likeliest are drawn from."""
 
     model: str | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    temperature: Annotated[Temperature, _or(1.0, Temperature)] = 1.0
+    top_p: Annotated[TopP, _or(1.0, TopP)] = 1.0
     top_k: Annotated[int, Field(ge=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
-    stream: bool = False
+    n: Annotated[Choices, _or(1, Choices)] = 1
+    stream: Annotated[bool, _or(False, bool)] = False
     stream_options: StreamOptions | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    presence_penalty: Annotated[Penalty, _or(0.0, Penalty)] = 0.0
+    frequency_penalty: Annotated[Penalty, _or(0.0, Penalty)] = 0.0
+    logit_bias: Biases | None = None
     user: str | None = None  # whose request it is: nothing depends on it
 
     @model_validator(mode="after")
@@ -52,9 +86,9 @@ class _Drawn(_Asked):
 
 
 class Completion(_Drawn):
-    prompt: str | Ids | Annotated[list[str] | list[Ids], Field(min_length=1)]
+    prompt: str | Ids | Several
     max_tokens: Annotated[int, Field(ge=0)] | None = DEFAULT_TOKENS
-    echo: bool = False
+    echo: Annotated[bool, _or(False, bool)] = False
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOPS)] | None = None
 
 
@@ -74,7 +108,7 @@ class ToolCall(_Asked):
     function: Called
 
 
-Content = str | Annotated[list[Part], Field(min_length=1)]
+Content = str | Annotated[list[Part], Field(fail_fast=True, min_length=1)]
 
 
 def _text(content: Content | None) -> str:
@@ -96,7 +130,7 @@ class Said(_Asked):
 class Answered(_Asked):
     role: Literal["assistant"]
     content: Content | None = None
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, min_length=1)] | None = None
     refusal: None = None  # clients send answers back as they came
 
     def plain(self) -> dict[str, Any]:
@@ -180,13 +214,13 @@ Format = Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="typ
 
 
 class Conversation(_Drawn):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool = False
+    logprobs: Annotated[bool, _or(False, bool)] = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOPS)] | None = None
     response_format: Format | None = None
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, min_length=1, max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool = True
 
@@ -222,11 +256,7 @@ class Conversation(_Drawn):
 
 class Embedding(_Asked):
     model: str | None = None
-    input: (
-        Annotated[str, Field(min_length=1)]
-        | Ids
-        | Annotated[list[str] | list[Ids], Field(min_length=1, max_length=2048)]
-    )
+    input: Annotated[str, Field(min_length=1)] | Ids | Several
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
     user: str | None = None  # whose request it is: nothing depends on it
@@ -240,4 +270,4 @@ class Text(_Asked):
 
 class Tokens(_Asked):
     model: str | None = None
-    tokens: list[Id]
+    tokens: Annotated[list[Id], Field(fail_fast=True)]

@@ -46,13 +46,15 @@ class Weighed:
 class Piece:
     """Text that has become certain, the tokens that it begins, why the choice is over, if it is
     (stop, length or tool_calls), and the tools that it calls. unseen: tokens that were drawn and
-    are of a stop string alone."""
+    are of a stop string alone, or the end; begins: of each token the characters of the choice
+    before it."""
 
     text: str
     tokens: tuple[Token, ...]
     reason: str | None = None
     calls: tuple[Call, ...] = ()
     unseen: int = 0
+    begins: tuple[int, ...] = ()
 
 
 async def drawn(engine: Engine, ask: Ask) -> AsyncGenerator[Token | End, None]:
@@ -81,6 +83,7 @@ class _Shown:
         self._stream, self._held = text.stream(), StopStrings(stops)
         self._waiting = deque[tuple[int, Token]]()  # with where their text begins
         self._came = self._shown = 0  # characters
+        self.ended = 0  # by a token that says nothing
 
     def push(self, token: Token) -> str:
         self._waiting.append((self._came, token))
@@ -99,17 +102,17 @@ class _Shown:
     def stopped(self) -> bool:
         return self._held.stopped
 
-    def taken(self) -> tuple[Token, ...]:
-        """Tokens that begin in what is shown, once."""
-        found = list[Token]()
-        while self._waiting and self._waiting[0][0] < self._shown:
-            found.append(self._waiting.popleft()[1])
-        return tuple(found)
-
-    @property
-    def rest(self) -> tuple[Token, ...]:
-        """Those that were not taken."""
-        return tuple(token for _, token in self._waiting)
+    def piece(self, text: str, reason: str | None = None) -> Piece:
+        """Of what is shown, with the tokens that begin in it, once; of a choice that is over for
+        another reason than a stop string with all that are left."""
+        some = list[tuple[int, Token]]()
+        every = reason is not None and not self.stopped
+        while self._waiting and (every or self._waiting[0][0] < self._shown):
+            some.append(self._waiting.popleft())
+        begins, tokens = tuple(at for at, _ in some), tuple(token for _, token in some)
+        reason = "stop" if self.stopped else reason
+        unseen = 0 if reason is None else len(self._waiting) + self.ended
+        return Piece(text, tokens, reason, unseen=unseen, begins=begins)
 
 
 async def pieces(
@@ -121,21 +124,17 @@ async def pieces(
         async for event in events:
             if isinstance(event, Token):
                 if event.id in ask.stop:
+                    found.ended = 1
                     continue
                 shown = found.push(event)
+                if shown or found.stopped:
+                    yield found.piece(shown)
                 if found.stopped:
-                    yield Piece(shown, found.taken(), "stop", unseen=len(found.rest))
                     return
-                if shown:
-                    yield Piece(shown, found.taken())
                 continue
             if event.reason in ("error", "cancelled"):
                 raise OutsizeError(event.error or "the server is closing")
-            rest = found.finish()
-            if found.stopped:
-                yield Piece(rest, found.taken(), "stop", unseen=len(found.rest))
-            else:
-                yield Piece(rest, found.rest, event.reason)
+            yield found.piece(found.finish(), event.reason)
             return
 
 

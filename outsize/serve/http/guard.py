@@ -97,6 +97,7 @@ def _bounded(receive: Receive) -> Receive:
 
 def fault(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     """The body of an error, as OpenAI has it. param: the field that is wrong."""
+    message = message.encode("utf-8", "backslashreplace").decode()  # half a pair that was sent
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": None}}
 

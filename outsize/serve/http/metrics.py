@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from outsize.kernels.native import reads
 from outsize.serve.engine import Engine
 
 _COUNTED = {
@@ -38,6 +39,7 @@ class _Engine:
             yield CounterMetricFamily(
                 f"outsize_{name}", meaning, value=float(getattr(engine.line.counts, name))
             )
+        native = reads(engine.model.prologue.tokens.weight)
         failed = engine.below is not None and bool(engine.below.fault)
         gauges = {
             "requests_running": ("Requests that have begun.", begun),
@@ -47,6 +49,7 @@ class _Engine:
             "cache_bytes": ("Bytes of pages that have been used by now.", used),
             "pages_below": ("Pages that lie below the cache.", engine.line.pages.below),
             "below_failed": ("Whether what lay below cannot be had any more.", failed),
+            "native": ("Whether steps are this machine's own kernels'; else PyTorch's.", native),
         }
         for name, (meaning, value) in gauges.items():
             yield GaugeMetricFamily(f"outsize_{name}", meaning, value=float(value))

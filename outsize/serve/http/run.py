@@ -14,7 +14,7 @@ import uvicorn
 
 from outsize.checkpoint.adapters import tokenizer_directory
 from outsize.data.template import OWN, template_of
-from outsize.data.tokenizer import Tokenizer, ends_in
+from outsize.data.tokenizer import Tokenizer
 from outsize.errors import OutsizeError
 from outsize.serve.engine import Engine
 from outsize.serve.http.app import Serving, app_of
@@ -44,10 +44,8 @@ def run(
     if own is None and template != OWN:
         raise OutsizeError(f"--template {template} is none")
     talk = None if own is None else Talk(engine.model, text, own)
-    more = ends_in(found, engine.model.config.vocab)
-    serving = Serving(
-        engine, text, said.resolve().name, talk, plan, bool(keys), more, pooling_in(found)
-    )
+    name, pooling = said.resolve().name, pooling_in(found)
+    serving = Serving(engine, text, name, talk, plan, bool(keys), pooling)
     host, port = listening.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     config = uvicorn.Config(
