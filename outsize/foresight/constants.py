@@ -110,6 +110,7 @@ class Batch:
     window: Array
     spare: Array
     norm: Array
+    exchanged: Array
     measured: Array
     tags: Sequence[frozenset[str]]
 
@@ -153,7 +154,7 @@ def batch_of(terms: Sequence[Terms], tags: Sequence[frozenset[str]]) -> Batch:
         lanes([each.last for each in terms], LANES),
         lanes([each.end for each in terms], AT_END),
         one("slots"), one("stages"), one("chunks"), one("nodes"), one("window"),
-        one("spare"), one("norm"), one("measured"), tags,
+        one("spare"), one("norm"), one("exchanged"), one("measured"), tags,
     )  # fmt: skip
 
 
@@ -224,8 +225,8 @@ class Model:
             {lane: float(values[index]) for lane, values in stage.items()}
             for stage in (priced.middle, priced.last)
         )
-        norm = float(priced.norm[index])
-        slowest = last if beat(last, norm) >= beat(middle, norm) else middle
+        norms = float(priced.norm[index]), float(priced.exchanged[index])
+        slowest = last if beat(last, *norms) >= beat(middle, *norms) else middle
         slots = float(priced.slots[index])
         found = {lane: value * slots for lane, value in slowest.items()}
         found["fill"] = float(combine(priced).fill[index])

@@ -7,7 +7,7 @@ from typing import Literal
 
 from outsize.errors import OutsizeError, expect, nearest
 
-Recompute = Literal["none", "full", "attention", "half", "norms"]
+Recompute = Literal["none", "full", "attention", "half", "norms", "experts"]
 Vocabulary = Literal["last", "cut", "moved"]
 STORED = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 NARROW = (
@@ -59,6 +59,9 @@ class Stack:
     # products have one scale for a tensor (PyTorch's DTensor; torchao, float8_tensor_parallel.py).
     distributed: bool = False
     left: bool = False  # whether the last stage has the layers that whole numbers on others leave
+    balanced: bool = False  # whether stages are cut by parameters, embedding and output among them
+    joined: bool = False  # whether products of experts gate and cast what they give
+    woven: bool = False  # whether experts' exchanges go on beside another microbatch's layers
 
     @property
     def added(self) -> float:
@@ -111,7 +114,8 @@ class Resting:
 class Layout:
     """A mesh, sizes of a step, and what is kept. shards: over how many data-parallel workers the
     parameters are cut (1: none), states: over how many the optimizer's; batch: rows of a step;
-    whole: of each stage's layers, those that are recomputed whole where `recompute` is "none"."""
+    whole: of each stage's layers, those that are recomputed whole where `recompute` is "none";
+    wide: layers that stay in 16 bits where others have fewer."""
 
     devices: int
     rows: int
@@ -135,6 +139,7 @@ class Layout:
     assumed: tuple[str, ...] = ()
     whole: int = 0
     resting: Resting = Resting()
+    wide: int = 0
 
     def __post_init__(self) -> None:
         sizes = {

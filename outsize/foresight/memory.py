@@ -16,7 +16,7 @@ from outsize.foresight.layout import Layout, Resting, stored
 from outsize.foresight.module import Module, most_live
 from outsize.foresight.shape import Shape
 from outsize.foresight.sources import KERNELS
-from outsize.foresight.step import graded, held, layers_on
+from outsize.foresight.step import graded, held, layers_at, layers_on
 from outsize.hardware.cluster import Group
 from outsize.hardware.hardware import Device
 
@@ -91,10 +91,10 @@ class Memory:
 
 
 def memory(shape: Shape, layout: Layout, kept: Reserves = DRIVEN) -> Memory:
-    """Of the fullest worker: that of the first stage, or of the last, whichever has more. A
-    module's blocks may be unlike, so that it is any of them."""
+    """Of the fullest worker: that of the first stage, of the second, which may have more layers, or
+    of the last, whichever has most. A module's blocks may be unlike, so that it is any of them."""
     p = layout.pipeline
-    places = range(p) if shape.module is not None else sorted({0, p - 1})
+    places = range(p) if shape.module is not None else sorted({0, min(1, p - 1), p - 1})
     made = [_stage(shape, layout, place, kept) for place in places]
     return replace(max(made, key=lambda one: one.tensors), kept=kept)
 
@@ -119,7 +119,7 @@ def _stage(shape: Shape, lay: Layout, place: int, reserves: Reserves) -> Memory:
     last = place == lay.pipeline - 1
     plain, experts = _parameters(shape, lay, place)
     live = _in_flight(lay, place)
-    layers = layers_on(shape.layers, lay)[1 if last and place else 0]
+    layers = layers_at(shape, lay, place)
     again = min(lay.whole, layers)
     activations = kept = kept_by(shape, lay, layers) * live
     if again or lay.recompute == "full":  # one layer has all of its own while it is computed again
@@ -187,9 +187,9 @@ def _parameters(shape: Shape, lay: Layout, place: int) -> tuple[float, float]:
     plain, experts = held(shape, lay)
     if lay.pipeline == 1:
         return plain, experts
-    most, behind = layers_on(shape.layers, lay)
+    most, behind = layers_on(shape, lay)
     last = place == lay.pipeline - 1
-    part = (behind if last else most) / most
+    part = layers_at(shape, lay, place) / layers_at(shape, lay, 0)
     ends = shape.of_vocabulary / (lay.tensor if lay.stack.vocabulary_cut else 1)
     if shape.parts.routed:  # dense layers come first
         average = shape.parts.routed / shape.layers
@@ -268,7 +268,7 @@ def _per_layer(shape: Shape, lay: Layout, recompute: str) -> float:
     dense = shape.parts.plain / shape.layers
     inner = dense * shape.d_inner + shape.parts.routed / shape.layers * shape.shared
     kept += tokens / t * inner * (6.0 if shape.gated else 4.0)
-    if shape.parts.routed:
+    if shape.parts.routed and recompute != "experts":
         sent = tokens / t * shape.active * shape.parts.routed / shape.layers
         hidden = shape.expert_hidden or h
         kept += sent * (4.0 * hidden + shape.expert_inner * (6.0 if shape.gated else 4.0))
@@ -305,7 +305,7 @@ def _gathered(shape: Shape, lay: Layout) -> float:
     plain, experts = held(shape, lay)
     if lay.pipeline > 1:  # all stay from the first microbatch to the last
         return (2 + lay.stack.gradients) * (plain + experts)
-    layers = layers_on(shape.layers, lay)[0]
+    layers = layers_on(shape, lay)[0]
     vocab = shape.of_vocabulary / (lay.tensor if lay.stack.vocabulary_cut else 1)
     layer = (plain - vocab) / layers + experts / layers
     return 2 * (2 * layer) + lay.stack.gradients * layer + 2 * vocab

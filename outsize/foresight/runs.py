@@ -66,6 +66,7 @@ class Source:
     variants: Mapping[str, str] = field(default_factory=dict)  # stacks by a row's words
     counts: Mapping[str, str] = field(default_factory=dict)  # other counts of operations, likewise
     recomputes: Mapping[str, str] = field(default_factory=dict)  # what recipes compute again
+    wides: Mapping[str, int] = field(default_factory=dict)  # layers that stay in 16 bits
 
 
 @dataclass(frozen=True)
@@ -224,13 +225,13 @@ def _layout(row: Mapping[str, str], numbers: Mapping[str, int | None], source: S
         gpus, rows, batch, sequence, stack, t, p, c, numbers["ep"] or 1, chunks,
         _recompute(row, source), precision, shards, gradients, states,
         _attention(row["notes"]) or source.stack.attention, _sequence(row, source, t),
-        _vocabulary(row["notes"]), frozen, tuple(assumed),
+        _vocabulary(row["notes"]), frozen, tuple(assumed), wide=_variant(source.wides, row) or 0,
     )  # fmt: skip
 
 
-def _variant(named: Mapping[str, str], row: Mapping[str, str]) -> str:
+def _variant(named: Mapping[str, Any], row: Mapping[str, str]) -> Any:
     """What the first regular expression names that fits a row's words; "" where none does."""
-    keys = ("source", "model", "gpu_type", "sharding", "notes")
+    keys = ("source", "model", "gpu_type", "sharding", "precision", "notes")
     said = " ".join((f"{row['gpus']}x", *(row[key] for key in keys)))
     return next((name for match, name in named.items() if re.search(match, said)), "")
 

@@ -211,6 +211,12 @@ class Shape:
         routed = self.parts.routed * (self.active * self.of_expert + self.of_shared)
         return self.of_mixers + self.parts.plain * self.of_dense + routed
 
+    @cached_property
+    def end(self) -> float:
+        """Parameters of the embedding, in those of an average layer."""
+        ends = self.of_vocabulary * (1 if self.tied else 2)
+        return self.of_vocabulary * self.layers / (self.parameters - ends)
+
     # -- operations --------------------------------------------------------------------------------
 
     def scores(self, sequence: int) -> float:

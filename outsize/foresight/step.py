@@ -37,9 +37,9 @@ BUCKET = 40e6  # elements that are summed in one call (Megatron-LM's default)
 HIDDEN = 4.0  # of the norm in which computing and saying hide each other
 ALL = 1.0  # of the one in which neither does: a processor's cores compute and carry what is said
 # The same, at most, of parameters that come for every layer in turn: their collectives take cores
-# and bandwidth from products, and the first of each pass hides behind nothing.
+# and bandwidth from products, and the first of each pass hides behind nothing. Of experts' tokens
+# too, for which experts wait, unless another microbatch's layers go on beside them.
 GATHERED = 1.25
-EXCHANGED = 2.0  # the same of experts' tokens, beside which other experts compute
 UPDATED = 32.0  # bytes an update reads and writes of a parameter: gradient, master, two moments
 
 
@@ -59,6 +59,7 @@ class Terms:
     window: float  # of the beat that sums of gradients may go on beside
     spare: float = 0.0  # by which other stages' sends are shorter than those of the slowest, in sum
     norm: float = HIDDEN  # in which computing and saying hide each other
+    exchanged: float = GATHERED  # the same of experts' tokens
     measured: bool = False  # whether products were measured on the device, not read off its sheet
 
 
@@ -82,7 +83,8 @@ def terms(
     nodes = max(1, layout.devices // machines.node)
     return Terms(
         middle, last, end, layout.microbatches, layout.pipeline, layout.chunks, nodes,
-        _window(layout), spare, _norm(cluster), bool(machines.device.measured.matmul),
+        _window(layout), spare, _norm(cluster), HIDDEN if layout.stack.woven else GATHERED,
+        bool(machines.device.measured.matmul),
     )  # fmt: skip
 
 
@@ -123,7 +125,7 @@ def _computed(work: Work) -> tuple[Lanes, Lanes]:
     """What a stage in the middle and the last one do of a microbatch."""
     shape, p = work.shape, work.layout.pipeline
     middle, last = lanes(), lanes()
-    most, behind = layers_on(shape.layers, work.layout, shape.parts.further)
+    most, behind = layers_on(shape, work.layout, shape.parts.further)
     how = work.layout.vocabulary
     if how == "moved" and p > 1:
         most, behind = _moved(work, shape.layers + shape.parts.further)
@@ -169,17 +171,40 @@ def layers_of(layers: int, stages: int) -> tuple[float, float]:
     return math.ceil(layers / stages), layers // stages
 
 
-def layers_on(layers: int, lay: Layout, further: int = 0) -> tuple[float, float]:
+def layers_on(shape: Shape, lay: Layout, further: int = 0) -> tuple[float, float]:
     """The same of a layout's stages. further: layers that predict later tokens, which a stack that
     leaves the rest to its last stage has there (Megatron-Bridge's layouts of DeepSeek-V3: of 61
     layers 4 on each of 15 chunks and 1 on the last; DeepSpeed, of 78 on 12 stages: 7 and 1)."""
-    p = lay.pipeline
+    layers, p = shape.layers, lay.pipeline
+    if lay.stack.balanced and p > 1:
+        return _balanced(layers, p, shape.end)
     most, behind = layers_of(layers + further, p)
     if not lay.stack.left or p == 1 or not (layers + 2) % p:
         return most, behind
     most = math.ceil(layers / (p * lay.chunks)) * lay.chunks
     left = layers - (p - 1) * most
     return (most, left + further) if left > 0 else (layers_of(layers, p)[0], behind)
+
+
+def layers_at(shape: Shape, lay: Layout, place: int) -> float:
+    """Of one stage, the first one 0."""
+    most, behind = layers_on(shape, lay)
+    if place and place == lay.pipeline - 1:
+        return behind
+    if place == 0 and lay.stack.balanced and lay.pipeline > 2:
+        return shape.layers - behind - (lay.pipeline - 2) * most
+    return most
+
+
+def _balanced(layers: int, stages: int, end: float) -> tuple[float, float]:
+    """As layers_of, so that the stage with most parameters has as few as can be; stages are filled
+    one after the other, the first one behind the embedding. end: of it, in layers."""
+    for most in sorted(n + each for n in range(layers + 1) for each in (0.0, end)):
+        first, others = math.floor(most - end + 1e-9), math.floor(most + 1e-9)
+        behind = layers - first - (stages - 2) * others
+        if 0 <= behind <= first:
+            return (others if stages > 2 else first), behind
+    return layers_of(layers, stages)
 
 
 def _moved(work: Work, layers: int) -> tuple[float, float]:
@@ -203,7 +228,7 @@ def held(shape: Shape, layout: Layout, ends: bool = True) -> tuple[float, float]
     if shape.module is not None:
         return float(shape.module.most(layout)[0]), 0.0
     t, p = layout.tensor, layout.pipeline
-    layers, _ = layers_on(shape.layers, layout)
+    layers = layers_at(shape, layout, 0) if ends else layers_on(shape, layout)[0]
     dense = shape.parts.plain * shape.of_dense
     routed = shape.parts.routed / shape.layers
     each = (shape.of_mixers + dense) / shape.layers + routed * shape.of_shared
@@ -319,12 +344,13 @@ def together(one: Any, other: Any, norm: Any = HIDDEN) -> Any:
     return (one**norm + other**norm) ** (1 / norm)
 
 
-def beat(of: Mapping[str, Any], norm: Any = HIDDEN) -> Any:
-    """Of a microbatch on a stage. norm: in which what is said is hidden."""
+def beat(of: Mapping[str, Any], norm: Any = HIDDEN, exchanged: Any = GATHERED) -> Any:
+    """Of a microbatch on a stage. norm: in which what is said is hidden; exchanged: the same of
+    experts' tokens, at most."""
     computing = sum(of[lane] for lane in COMPUTING) + 1e-12
     computing = together(computing, of["ring"], norm)
     computing = together(computing, of["launch"])
-    computing = together(computing + of["tensor"], of["exchange"], _smaller(norm, EXCHANGED))
+    computing = together(computing + of["tensor"], of["exchange"], _smaller(norm, exchanged))
     computing = together(computing, of["passed"], norm)
     computing = together(computing, of["gathers"], _smaller(norm, GATHERED))
     computing = together(computing, of["moved"])
@@ -348,7 +374,9 @@ class Seconds:
 
 def combine(terms: Any, spread: Any = 1.0) -> Seconds:
     """Seconds of a step from terms whose lanes constants have already been applied to."""
-    middle, last = beat(terms.middle, terms.norm), beat(terms.last, terms.norm)
+    middle, last = (
+        beat(stage, terms.norm, terms.exchanged) for stage in (terms.middle, terms.last)
+    )
     slowest = _larger(middle, last)
     every = (terms.stages - 1) * middle + last - terms.spare
     fill = (every - slowest) / terms.chunks

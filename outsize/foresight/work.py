@@ -76,7 +76,11 @@ class Work:
     @cached_property
     def layer(self) -> Lanes:
         """An average layer of a microbatch, forward and back, with what is computed again."""
-        s, found = self.shape, lanes()
+        s, found, wide = self.shape, lanes(), self.layout.wide / self.shape.layers
+        if wide and self.layout.narrow:
+            add(found, replace(self, layout=replace(self.layout, wide=0)).layer, 1 - wide)
+            add(found, replace(self, layout=replace(self.layout, precision="bf16")).layer, wide)
+            return found
         for count, part in (
             (s.parts.attending, self._attention),
             (s.parts.recurring, self._recurrence),
@@ -207,9 +211,13 @@ class Work:
         t = cut or self.layout.tensor
         ends = not cut and self.layout.stack.stops  # of experts' results their weights need them
         found = self._matrices(self.shape.mlp(inner, hidden), tokens, t, ends)
-        gate = 3.0 if self.layout.stack.fused else GATED
-        halves = (gate if self.shape.gated else 2.0) * inner / t
-        found["traffic"] += self._elementwise(halves * tokens)
+        if cut and self.layout.stack.joined:  # gated and cast where products have their results
+            width = CAST * 3 * (hidden or self.shape.hidden)
+            found["cast"] = self.source.traffic(width * tokens).seconds
+        else:
+            gate = 3.0 if self.layout.stack.fused else GATED
+            halves = (gate if self.shape.gated else 2.0) * inner / t
+            found["traffic"] += self._elementwise(halves * tokens)
         made = lanes()
         add(made, found, count)
         return made
@@ -217,6 +225,8 @@ class Work:
     def _experts(self) -> Lanes:
         """Router, shared experts, what goes to other workers and back, and the experts here."""
         s, lay = self.shape, self.layout
+        if lay.recompute == "experts":
+            return self.recomputed._experts()
         here = s.experts / lay.expert
         tokens = lay.tokens * s.active * lay.expert / s.experts
         if lay.tensor > 1:  # each worker sends its own part of the tokens

@@ -41,7 +41,9 @@ def drawn(shape: Shape, cluster: Cluster, plan: Planned) -> Trace:
     device = cluster.groups[0].device.name
     priced = Priced.of(shape, [few], device, [terms(shape, few, part)])
     batch = priced.model.priced(priced.batch, priced.values)
-    middle, last = (float(beat(each, batch.norm)[0]) for each in (batch.middle, batch.last))
+    middle, last = (
+        float(beat(each, batch.norm, batch.exchanged)[0]) for each in (batch.middle, batch.last)
+    )
     seconds = combine(batch)
     forward = middle * FORWARD
     stages = (*[1.0] * (p * v - 1), _last(middle, last, v))
