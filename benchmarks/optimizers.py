@@ -65,18 +65,21 @@ RUNS: Mapping[str, tuple[dict[str, object], Callable[[Shape], int], Callable[[Sh
         lambda s: 4 * sum(s),
         lambda s: 4 * (sum(s) if len(s) > 1 else prod(s)),
     ),
+    "sophia": ({"optimizer.lr": None}, lambda s: 8 * prod(s), lambda s: 8 * prod(s)),
     "muon": ({}, lambda s: 4 * prod(s), lambda s: 8 * prod(s)),
     "galore": ({"galore.gap": GAP}, _low(1), lambda s: 8 * prod(s)),
     "fira": ({"fira.gap": GAP}, _low(1, 1), lambda s: 8 * prod(s)),
     "apollo": ({"apollo.gap": GAP}, _low(0, 1), lambda s: 8 * prod(s)),
     "frugal": ({"frugal.gap": GAP}, _low(0), lambda s: 8 * prod(s)),
     "lisa": ({"lisa.gap": GAP}, lambda s: 8 * prod(s), lambda s: 8 * prod(s)),
+    "badam": ({"badam.gap": GAP}, lambda s: 8 * prod(s), lambda s: 8 * prod(s)),
 }
-METHODS = ("lisa",)  # techniques that are no optimizer
+# Techniques that are no optimizer: blocks that are trained at a time, as they do by themselves, and
+# whether embeddings and head are.
+METHODS = {"lisa": (2, True), "badam": (1, False)}
 # Most that bits a byte may be above AdamW's; and times of an update, against others'.
 TARGETS = {"adamw8bit": 0.003, "frugal": 0.01}
 SLOWER = {"ours in 32 bits": 1.3, "bitsandbytes": 1 / 1.5, "torchao": 1 / 10}
-LAYERS = 2  # that LISA trains at a time, as it does by itself
 
 
 def trained(name: str, seed: int, options: argparse.Namespace, folder: Path) -> tuple[float, Path]:
@@ -114,10 +117,11 @@ def formula(name: str, checkpoint: Path) -> int:
     with torch.device("meta"):
         model = Decoder(read_config(checkpoint))
     _, inside, others = RUNS[name]
+    layers, ends = METHODS.get(name, (len(model.config.layers), True))
     total = 0
     for key, parameter in model.named_parameters():
         shape, block = tuple(parameter.shape), key.startswith("blocks.")
-        if name in METHODS and block and int(key.split(".")[1]) >= LAYERS:
+        if not (int(key.split(".")[1]) < layers if block else ends):
             continue  # all blocks are alike
         total += inside(shape) if block and len(shape) > 1 else others(shape)
     return total

@@ -39,18 +39,15 @@ void finish_lanes(Block<W, G>&, int64_t, int64_t, float, float, const Table&, co
 
 #if !defined(BY_WIDE_LANES)
 template <class W, class G>
-int64_t moments_wide(Block<W, G>&, int64_t, const Table&, const Table&, Numbers) {
-    return 0;
-}
+void moments_wide(Block<W, G>*, int, const Table&, const Table&, Numbers) {}
 template <class W, class G>
 void finish_wide(Block<W, G>&, int64_t, float, float, const Table&, const Table&, Numbers) {}
 #endif
 
-// The new moments of a block, before they are rounded.
+// The new moments of what wide passes left of a block, before they are rounded.
 template <class W, class G>
 void begin(Block<W, G>& b, const Table& first, const Table& second, const Numbers& a) {
     const float *const values1 = first.codes.values, *const values2 = second.codes.values;
-    b.begun = moments_wide(b, b.n, first, second, a);
     b.done = moments_lanes(b, b.begun, b.n, first.codes, second.codes, a);
     float most1 = b.most1, most2 = b.most2;
 #pragma omp simd reduction(max : most1, most2)
@@ -93,22 +90,17 @@ void blocks(W* w, const G* g, uint8_t* c1, uint8_t* c2, float* s1, float* s2, in
     const int64_t all = (count + size - 1) / size, useful = (count + GRAIN - 1) / GRAIN;
     const int64_t parts = useful < threads ? useful : threads;
     const auto block = [&](int64_t b) {
-        const int64_t at = b * size, n = count - at < size ? count - at : size;
-        return Block<W, G>(w + at, g + at, c1 + at, c2 + at, s1 + b, s2 + b, n);
+        const int64_t at = (b < all ? b : all - 1) * size, n = count - at < size ? count - at : size;
+        return Block<W, G>(w + at, g + at, c1 + at, c2 + at, s1 + at / size, s2 + at / size, n);
     };
-    // By twos: the end of a block waits for its largest numbers, and the next one's begin does not.
+    // By fours: the end of a block waits for its largest numbers, and the others' begin does not.
 #pragma omp parallel for num_threads(int(parts < 1 ? 1 : parts)) if (parts > 1)
-    for (int64_t b = 0; b < all; b += 2) {
-        auto one = block(b);
-        begin(one, first, second, a);
-        if (b + 1 < all) {
-            auto other = block(b + 1);
-            begin(other, first, second, a);
-            end(one, first, second, a);
-            end(other, first, second, a);
-        } else {
-            end(one, first, second, a);
-        }
+    for (int64_t b = 0; b < all; b += 4) {
+        Block<W, G> group[] = {block(b), block(b + 1), block(b + 2), block(b + 3)};
+        const int held = int(all - b < 4 ? all - b : 4);
+        moments_wide(group, held, first, second, a);
+        for (int i = 0; i < held; ++i) begin(group[i], first, second, a);
+        for (int i = 0; i < held; ++i) end(group[i], first, second, a);
     }
 }
 

@@ -64,49 +64,57 @@ struct Values {
     }
 };
 
-// The new moments of a block's first numbers, WIDE_STEP at a time; gives how many. A moment after the
-// other, as registers hold one table.
+// The new moments of blocks' first numbers, WIDE_STEP at a time. A moment after the other, as registers
+// hold one table: filling them for a block alone would cost a tenth of the pass.
 template <class W, class G>
-int64_t moments_wide(Block<W, G>& b, int64_t n, const Table& first, const Table& second, Numbers a) {
-    const int64_t done = n / WIDE_STEP * WIDE_STEP;
-    if (!done) return 0;
-    const G* const g = b.g;  // copies: nothing that is written could be part of them
-    const uint8_t *const c1 = b.c1, *const c2 = b.c2;
-    float *const m = b.m, *const v = b.v;
-    __m512 most1 = wide_all(0.0f), most2 = most1;
+void moments_wide(Block<W, G>* blocks, int count, const Table& first, const Table& second, Numbers a) {
     {
         const Values values(first.planes);
-        const __m512 old = wide_all(b.old1), beta = wide_all(a.beta1), rest = wide_all(a.rest1);
-        for (int64_t i = 0; i < done; i += WIDE_STEP) {
-            __m512 mean[4];
-            values.look(c1 + i, mean);
+        const __m512 beta = wide_all(a.beta1), rest = wide_all(a.rest1);
+        for (Block<W, G>* b = blocks; b < blocks + count; ++b) {
+            b->begun = b->n / WIDE_STEP * WIDE_STEP;
+            const G* const g = b->g;  // copies: nothing that is written could be part of them
+            const uint8_t* const c = b->c1;
+            float* const m = b->m;
+            const __m512 old = wide_all(b->old1);
+            __m512 most = wide_all(0.0f);
+            for (int64_t i = 0; i < b->begun; i += WIDE_STEP) {
+                __m512 mean[4];
+                values.look(c + i, mean);
 #pragma GCC unroll 4
-            for (int k = 0; k < 4; ++k) {
-                const __m512 x = wide_load(g + i + k * WIDE);
-                const __m512 kept = _mm512_mul_ps(_mm512_mul_ps(mean[k], old), beta);
-                const __m512 now = _mm512_add_ps(kept, _mm512_mul_ps(x, rest));
-                wide_store(m + i + k * WIDE, now);
-                most1 = _mm512_max_ps(_mm512_abs_ps(now), most1);  // a NaN leaves what was
+                for (int k = 0; k < 4; ++k) {
+                    const __m512 x = wide_load(g + i + k * WIDE);
+                    const __m512 kept = _mm512_mul_ps(_mm512_mul_ps(mean[k], old), beta);
+                    const __m512 now = _mm512_add_ps(kept, _mm512_mul_ps(x, rest));
+                    wide_store(m + i + k * WIDE, now);
+                    most = _mm512_max_ps(_mm512_abs_ps(now), most);  // a NaN leaves what was
+                }
             }
+            b->most1 = _mm512_reduce_max_ps(most);
         }
     }
     const Values values(second.planes);
-    const __m512 old = wide_all(b.old2), beta = wide_all(a.beta2), rest = wide_all(a.rest2);
-    for (int64_t i = 0; i < done; i += WIDE_STEP) {
-        __m512 square[4];
-        values.look(c2 + i, square);
+    const __m512 beta = wide_all(a.beta2), rest = wide_all(a.rest2);
+    for (Block<W, G>* b = blocks; b < blocks + count; ++b) {
+        const G* const g = b->g;
+        const uint8_t* const c = b->c2;
+        float* const v = b->v;
+        const __m512 old = wide_all(b->old2);
+        __m512 most = wide_all(0.0f);
+        for (int64_t i = 0; i < b->begun; i += WIDE_STEP) {
+            __m512 square[4];
+            values.look(c + i, square);
 #pragma GCC unroll 4
-        for (int k = 0; k < 4; ++k) {
-            const __m512 x = wide_load(g + i + k * WIDE);
-            const __m512 kept = _mm512_mul_ps(_mm512_mul_ps(square[k], old), beta);
-            const __m512 now = _mm512_add_ps(kept, _mm512_mul_ps(_mm512_mul_ps(x, x), rest));
-            wide_store(v + i + k * WIDE, now);
-            most2 = _mm512_max_ps(now, most2);
+            for (int k = 0; k < 4; ++k) {
+                const __m512 x = wide_load(g + i + k * WIDE);
+                const __m512 kept = _mm512_mul_ps(_mm512_mul_ps(square[k], old), beta);
+                const __m512 now = _mm512_add_ps(kept, _mm512_mul_ps(_mm512_mul_ps(x, x), rest));
+                wide_store(v + i + k * WIDE, now);
+                most = _mm512_max_ps(now, most);
+            }
         }
+        b->most2 = _mm512_reduce_max_ps(most);
     }
-    b.most1 = _mm512_reduce_max_ps(most1);
-    b.most2 = _mm512_reduce_max_ps(most2);
-    return done;
 }
 
 // A table's lines, in registers.
@@ -124,6 +132,13 @@ template <class F>
 inline __attribute__((always_inline)) void four(F&& what) {
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) what(k);
+}
+
+// For each other one of them.
+template <class F>
+inline __attribute__((always_inline)) void two(F&& what) {
+    what(0);
+    what(2);
 }
 
 // Bytes or words of two vectors, by turns or one after the other.
@@ -193,8 +208,32 @@ inline __attribute__((always_inline)) __m512i whole(const __m512i* sums, Near& n
     return _mm512_mask_sub_epi8(code, less, code, one);
 }
 
-// The weights of a block's first numbers, and the codes of their moments: of four vectors of means, and
-// of four of squares, operation by operation. None waits for one of those just before it.
+// Four vectors on the way to their sums, an operation of one at a time. Which decade a number has is known
+// for two vectors at once.
+struct Sums {
+    const Registers& lines;
+    __m512 y[4], slope[4], rest[4];
+    __m512i decade[4];
+
+#define STAGE inline __attribute__((always_inline)) void
+    STAGE scale(int k, const float* x, float by) {
+        y[k] = _mm512_mul_ps(wide_load(x + k * WIDE), wide_all(by));
+    }
+    STAGE halves(int k, __m512i upper) {
+        decade[k] = _mm512_permutex2var_epi16(wide_bits(y[k]), upper, wide_bits(y[k + 1]));
+    }
+    STAGE less(int k) { decade[k] = _mm512_subs_epu16(decade[k], lines.low); }
+    STAGE times(int k) { decade[k] = _mm512_mulhi_epu16(decade[k], lines.log); }
+    STAGE other(int k) { decade[k + 1] = _mm512_srli_epi32(decade[k], 16); }
+    STAGE line(int k) { slope[k] = _mm512_permutexvar_ps(decade[k], lines.slope); }
+    STAGE begin(int k) { rest[k] = _mm512_permutexvar_ps(decade[k], lines.rest); }
+    STAGE sum(int k) { y[k] = _mm512_fmadd_ps(y[k], slope[k], rest[k]); }
+#undef STAGE
+};
+
+// The weights of a block's first numbers, and the codes of their moments: of four vectors of means, of
+// four of squares an operation behind them, and of four steps. None waits for one of those just before
+// it, and neighbours are of different kinds: a processor does two of a kind in the time of four.
 template <class W, class G>
 void finish_wide(Block<W, G>& b, int64_t n, float by1, float by2, const Table& first,
                  const Table& second, Numbers a) {
@@ -208,31 +247,34 @@ void finish_wide(Block<W, G>& b, int64_t n, float by1, float by2, const Table& f
     W* const w = b.w;
     for (int64_t i = 0; i < n; i += WIDE_STEP) {
         const float *const m = b.m + i, *const v = b.v + i;
-        __m512 y[8], slope[8], rest[8], step[4];
-        __m512i d[8], sums[8];
+        Sums x{lines[0]}, z{lines[1]};
+        __m512 step[4];
+        __m512i sums[8];
         __mmask16 negative[4], below[4];
-        four([&](int k) { y[k] = _mm512_mul_ps(wide_load(m + k * WIDE), wide_all(by1)); });
-        four([&](int k) { y[k + 4] = _mm512_mul_ps(wide_load(v + k * WIDE), wide_all(by2)); });
-        four([&](int k) { step[k] = _mm512_sqrt_ps(wide_load(v + k * WIDE)); });
-        four([&](int k) { negative[k] = _mm512_cmp_ps_mask(y[k], wide_all(-TINY), _CMP_LE_OQ); });
-        four([&](int k) { y[k] = _mm512_abs_ps(y[k]); });
-        four([&](int k) { below[k] = _mm512_cmp_ps_mask(y[k + 4], lines[1].one, _CMP_NGT_UQ); });
+        const auto deviation = [&](int k) { step[k] = _mm512_sqrt_ps(wide_load(v + k * WIDE)); };
+        four([&](int k) { x.scale(k, m, by1); });
         four([&](int k) {
-            d[2 * k] = _mm512_permutex2var_epi16(wide_bits(y[2 * k]), upper, wide_bits(y[2 * k + 1]));
+            negative[k] = _mm512_cmp_ps_mask(x.y[k], wide_all(-TINY), _CMP_LE_OQ);
+            z.scale(k, v, by2);
         });
-        four([&](int k) { d[2 * k] = _mm512_subs_epu16(d[2 * k], lines[k / 2].low); });
-        four([&](int k) { d[2 * k] = _mm512_mulhi_epu16(d[2 * k], lines[k / 2].log); });
-        four([&](int k) { d[2 * k + 1] = _mm512_srli_epi32(d[2 * k], 16); });
-        for (int h = 0; h < 8; h += 4) {
-            four([&](int k) { slope[h + k] = _mm512_permutexvar_ps(d[h + k], lines[h / 4].slope); });
-            four([&](int k) { rest[h + k] = _mm512_permutexvar_ps(d[h + k], lines[h / 4].rest); });
-        }
-        for (int h = 0; h < 8; h += 4)
-            four([&](int k) { y[h + k] = _mm512_fmadd_ps(y[h + k], slope[h + k], rest[h + k]); });
-        four([&](int k) { sums[k] = wide_bits(y[k]); });
-        four([&](int k) { sums[k + 4] = _mm512_mask_cvtps_epi32(last, below[k], y[k + 4]); });
-        four([&](int k) { step[k] = _mm512_add_ps(_mm512_mul_ps(step[k], root), eps); });
-        four([&](int k) { step[k] = _mm512_div_ps(wide_load(m + k * WIDE), step[k]); });
+        four([&](int k) {
+            x.y[k] = _mm512_abs_ps(x.y[k]);
+            below[k] = _mm512_cmp_ps_mask(z.y[k], lines[1].one, _CMP_NGT_UQ);
+        });
+        two([&](int k) { x.halves(k, upper), deviation(k); });
+        two([&](int k) { x.less(k), z.halves(k, upper); });
+        two([&](int k) { x.times(k), z.less(k); });
+        two([&](int k) { x.other(k), z.times(k), deviation(k + 1); });
+        four([&](int k) { x.line(k); });
+        two([&](int k) { x.begin(k), x.begin(k + 1), z.other(k); });
+        four([&](int k) { x.sum(k), z.line(k); });
+        four([&](int k) { z.begin(k), step[k] = _mm512_mul_ps(step[k], root); });
+        four([&](int k) { z.sum(k), step[k] = _mm512_add_ps(step[k], eps); });
+        four([&](int k) {
+            sums[k] = wide_bits(x.y[k]);
+            sums[k + 4] = _mm512_mask_cvtps_epi32(last, below[k], z.y[k]);
+            step[k] = _mm512_div_ps(wide_load(m + k * WIDE), step[k]);
+        });
         Near near1, near2;
         const __m512i mean = whole(sums, near1), square = whole(sums + 4, near2);
         // Ties go to the lower code: they are near. And none that is negative is zero.
