@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import outsize
+from outsize.errors import OutsizeError
 
 
 class Block(nn.Module):
@@ -71,5 +73,8 @@ def worker(rank, port, zero, pipe):
     mine = slice(rank * 4, rank * 4 + 4)
     losses = [float(job.step((x[mine], y[mine]))) for x, y in batches()]
     weights = {name: w.tolist() for name, w in job.weights()}
+    with pytest.raises(OutsizeError, match=r"job\.state_dict\(\)"):  # shares are no weights
+        model.state_dict()
     job.close()
+    assert all(w.isnan().all() for w in model.state_dict().values())
     pipe.send((losses, weights))

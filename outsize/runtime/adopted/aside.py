@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from outsize.errors import OutsizeError
 from outsize.runtime.adopted.reach import Uncut
 from outsize.runtime.again import Leaves
-from outsize.torch_private import tree_flatten, tree_leaves
+from outsize.torch_private import changes, tree_flatten, tree_leaves
 
 _REMEDY = "return it instead, or name other blocks by a path pattern"
 
@@ -132,4 +132,4 @@ def called_late(path: str) -> OutsizeError:
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else changes(tensor)
