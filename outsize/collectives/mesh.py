@@ -34,7 +34,10 @@ class Mesh(Written):
 
     def __getitem__(self, axis: str) -> int:
         """Workers of an axis."""
-        return next((size for name, size in self.sizes if name == axis), 1)
+        for name, size in self.sizes:
+            if name == axis:
+                return size
+        return 1
 
     @property
     def data(self) -> int:

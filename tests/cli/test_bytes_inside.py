@@ -26,7 +26,8 @@ WORDS = {
 @pytest.mark.parametrize("name", WORDS)
 def test_bytes_are_those_predicted(name: str, home, invoke, tiny_config) -> None:
     mesh, overlap = WORDS[name]
-    words = ("run.yaml", "--mesh", mesh, "--set", f"plan.overlap={overlap}")
+    keys = (f"plan.overlap={overlap}", "train.steps=2", "sample.tokens=0")
+    words = ("run.yaml", "--mesh", mesh, *(word for key in keys for word in ("--set", key)))
     if name in WIRED:
         config = {**tiny_config, "vocab_size": 264, "num_hidden_layers": 3, **WIRED[name]}
         outsize.save(build(parse(config), seed=1, dtype=torch.float32), home / "hf")
@@ -37,7 +38,7 @@ def test_bytes_are_those_predicted(name: str, home, invoke, tiny_config) -> None
     trained = invoke("train", *words)
     assert trained.exit_code == 0, trained.stderr
     steps = [r for r in read_metrics(home / "run") if "loss" in r]
-    assert len(steps) == 3
+    assert len(steps) == 2  # the first, and one of those behind it
     for step in steps:
         assert step["workers_bytes_read"] == sum(part["this_machine"] for part in parts.values())
     if name.startswith("tensor"):
