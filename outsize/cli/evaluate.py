@@ -48,6 +48,7 @@ def evaluate(
     the answers count. An answer is matched exactly where greedy generation would give all of it.
     """
     from outsize import accelerator
+    from outsize.checkpoint.adapters import tokenizer_directory
     from outsize.cli.generate import found_in, limits_of, opened
     from outsize.models.coding import asked
     from outsize.serve.evaluate import evaluate as measure
@@ -57,7 +58,7 @@ def evaluate(
     config = asked(config, weights, "--weights")
     length = sequence or min(SEQUENCE, config.positions)
     run = keys_of(files, sets, length)
-    source = _source(run, text, tokenizer or str(found), length)
+    source = _source(run, text, tokenizer or str(tokenizer_directory(found)), length)
     limits = None if memory is None else limits_of(memory, None, False)
     from outsize.data.sources import ReadLog
 

@@ -30,6 +30,7 @@ KINDS = ("hf", "peft", "gguf")
 PROBE = 16  # tokens whose logits are compared
 
 
+@torch.no_grad()
 def export(directory: Path, to: str, into: Path, rank: str | None = None) -> list[str]:
     """Write the model of a directory (a run's, a checkpoint's, a model's) as `to`: hf, peft, gguf
     or gguf:TYPE; gives what there is to say of it. rank: the first components of its adapter alone,
@@ -52,6 +53,7 @@ def export(directory: Path, to: str, into: Path, rank: str | None = None) -> lis
         return _peft(_plainer(model), found, into)
     # What it computes: an adapter that was trained beside codes goes into what these stand for.
     model = adapters.merge(uncoded(model))
+    _finite(model(probe(model)), found)
     if kind == "gguf":
         words = _words(adapters.tokenizer_directory(found))
         said = _file(model, into, inner or "F16", words, directory.name)
@@ -76,12 +78,22 @@ def merge(directory: Path, into: Path, dtype: torch.dtype | None = None) -> list
     model = adapters.load(found, dtype, config=config)
     ids = probe(model)
     before = model(ids)
+    _finite(before, found)
     model = adapters.merge(uncoded(model))
     moved, size = float((model(ids) - before).abs().max()), float(before.abs().max())
     _directory(model, found, into)
     rounding = f"rounding moved logits by {moved:.2g} at most, of {size:.3g}"
     what = "the adapter" if config.adapter is not None else "the product of factors"
     return [f"{into}: {what} of {found} is in the weights; {rounding}", *compared(model, into)]
+
+
+def _finite(logits: Tensor, found: Path) -> None:
+    """OutsizeError for those of a model that nobody could use."""
+    if not bool(logits.isfinite().all()):
+        raise OutsizeError(
+            f"{found} gives logits that are not finite; expected numbers: check its weights and its"
+            " adapter, or use a wider dtype; nothing is written"
+        )
 
 
 def _directory(model: Decoder, found: Path, into: Path) -> None:

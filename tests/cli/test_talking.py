@@ -272,6 +272,10 @@ def test_a_merged_model_is_the_plain_one_with_its_tokenizer(invoke, model, tmp_p
     taken = invoke("generate", tmp_path / "merged", *said)
     assert beside.exit_code == 0 and beside.stdout == taken.stdout, beside.output
     assert beside.stdout != invoke("generate", model, *said).stdout
+    talk = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    on = ("--on", chats.jsonl(tmp_path / "on.jsonl", [talk]))
+    told = [invoke("eval", tmp_path / name, *on) for name in ("adapter", "merged")]
+    assert told[0].exit_code == 0 and told[0].stdout == told[1].stdout, told[0].output
     faulty = invoke("generate", model, "--adapter", f"{tmp_path / 'adapter'}=much", *said)
     assert faulty.exit_code == 2 and "'much' is no finite number" in faulty.output
     half = invoke("merge", tmp_path / "adapter", "--into", tmp_path / "h", "--dtype", "bfloat16")

@@ -24,7 +24,7 @@ from outsize.models.build import build
 from outsize.models.coding import decoded, format_of
 from outsize.models.families import parse
 from outsize.serve import export as exporting
-from outsize.serve.export import export
+from outsize.serve.export import export, merge
 from outsize.train.recipe import data_config
 
 SIZES = {
@@ -261,3 +261,17 @@ def test_formats_are_measured_on_the_answers_of_chats(tmp_path):
         size += len(bytes(i for i in ids[1:][said].tolist() if i < 256))
     assert 0 < held.documents < 12
     assert float(row[4]) == pytest.approx(nats / math.log(2) / size, abs=2e-4)
+
+
+def test_what_gives_no_numbers_is_not_written(tmp_path):
+    model = outsize.adapt(outsize.load(saved(tmp_path, "llama")), "lora", rank=2)
+    for name, one in model.named_parameters():
+        if name == "blocks.0.attention.q.beside.b.weight":
+            one.data[0, 0] = 1e38
+        elif name == "blocks.0.attention.q.beside.a.weight":
+            one.data.fill_(1e38)
+    outsize.save(model, tmp_path / "adapter")
+    for write in (merge, lambda path, into: export(path, "gguf", into)):
+        with pytest.raises(OutsizeError, match="gives logits that are not finite; expected"):
+            write(tmp_path / "adapter", tmp_path / "written")
+    assert not (tmp_path / "written").exists()
