@@ -43,12 +43,22 @@ def new(
     click.echo(f"{path} is written; what it will take: outsize plan {path}; outsize train {path}")
 
 
+def _row(usual: int, model: str | None) -> str:
+    """Tokens of a row, of a model's directory at most as many as it has positions."""
+    from outsize.data.tokenizer import settings_in
+
+    said = {} if model is None else settings_in(Path(model).expanduser() / "config.json")
+    known = (said.get(name) for name in ("max_position_embeddings", "n_positions"))
+    return str(min([usual, *(one for one in known if type(one) is int and one > 0)]))
+
+
 def written(kind: str, named: dict[str, str | None]) -> str:
     """The file of a kind of run. named: what its model, data and output are, None for left open."""
     text = (RUNS / f"{kind}.yaml").read_text(encoding="utf-8")
     for name, usual in {**(_FRESH if "pre" in kind else _NAMED), "output": f"runs/{kind}"}.items():
         said = json.dumps(named[name] or usual).replace("\\", r"\\")
         text = re.sub(rf"\b{name.upper()}(?= +# )", said, text)
+    text = re.sub(r"(?<=\bsequence: )\d+", lambda found: _row(int(found[0]), named["model"]), text)
     lines = [line.partition("  # ") for line in text.splitlines()]
     width = max(len(line.rstrip()) for line, mark, _ in lines if mark)
     return (

@@ -18,7 +18,7 @@ from outsize.train.resolve import resolve
 SIZES = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "intermediate_size": 128, "vocab_size": 304,
-    "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 2,
+    "max_position_embeddings": 192, "bos_token_id": 0, "eos_token_id": 2,
 }  # fmt: skip
 
 
@@ -47,6 +47,7 @@ def test_it_runs_as_it_stands(invoke, tmp_path, kind) -> None:
     said = ("--model", model, "--data", file, "--output", output)
     assert invoke("new", kind, path, *said).exit_code == 0
     assert yaml.safe_load(path.read_text())["data"]["path"] == str(file)
+    assert yaml.safe_load(path.read_text())["train"]["sequence"] == 192
     done = invoke("train", path)
     assert done.exit_code == 0, done.output
     assert len([one for one in read_metrics(output) if "loss" in one]) >= 1
