@@ -10,6 +10,7 @@ import torch
 import transformers
 from adapting import METHODS, pretrained, some_ids, sum_of_losses, theirs
 from float64 import Float64
+from safetensors.torch import load_file
 from subjects import CONFIGS
 from torch import nn
 
@@ -189,6 +190,20 @@ def test_an_adapter_of_another_model_is_refused_and_nothing_changes(tmp_path):
     assert_same(state_of(other), before)
     with pytest.raises(OutsizeError, match="has an adapter already"):
         outsize.adapt(donor, "lora")
+
+
+def test_lokr_has_pefts_factors_at_any_rank(tmp_path):
+    """The larger one is dense from half of its longer side on."""
+    for rank in range(1, 6):
+        config = peft.LoKrConfig(r=rank, target_modules=["0"])
+        theirs = peft.get_peft_model(nn.Sequential(nn.Linear(24, 36)), config)
+        theirs.save_pretrained(tmp_path / f"theirs{rank}")
+        ours = outsize.adapt(nn.Sequential(nn.Linear(24, 36)), "lokr", rank=rank)
+        outsize.save(ours, tmp_path / f"ours{rank}", adapter_only=True)
+        both = [load_file(tmp_path / f"{whose}{rank}" / "adapter_model.safetensors")
+                for whose in ("theirs", "ours")]  # fmt: skip
+        shapes = [{name: x.shape for name, x in one.items()} for one in both]
+        assert shapes[0] == shapes[1]
 
 
 def test_what_was_frozen_before_stays_frozen_when_it_is_taken_out():

@@ -33,6 +33,9 @@ def test_every_weight_has_the_first_rows_and_columns_of_one_pair():
             assert torch.equal(part, whole[tuple(map(slice, part.shape))]), name
         assert 0.95 * math.sqrt(6 / fan) < whole.abs().max() < math.sqrt(6 / fan)
         assert not torch.equal(whole[0], whole[1])
+    a, b = (max(parts(model, leaf).values(), key=torch.Tensor.numel).flatten() for leaf in "ab")
+    ratio = a[: b.numel()] / b[: a.numel()] if a.numel() < b.numel() else a[: b.numel()] / b
+    assert ratio.std() > 0.1, "each is drawn for itself"
     again = outsize.adapt(
         build(config_of("llama"), seed=2), "vera", seed=1, rank=6, targets=["mlp.down"]
     )

@@ -234,3 +234,13 @@ def test_a_weight_alone_in_its_block_comes_back(name):
         weight[0, 5] = value
         found = decoded(format_of(name), *format_of(name).encode(weight))
         torch.testing.assert_close(found, weight, rtol=0, atol=1e-3)
+
+
+def test_columns_of_nf4_have_the_second_scales_of_their_groups():
+    """Of which there is one for 256 groups: here another one begins within a row."""
+    form, weight = format_of("nf4:32"), weights(24, 576)
+    codes, shared = form.encode(weight)
+    stride, at = 18, 9
+    some = codes.view(24, stride, form.block)[:, at:].reshape(24, -1)
+    part = form.decode(some, shared, Grid(stride, column=at))
+    assert torch.equal(part, decoded(form, codes, shared)[:, at * 32 :])
