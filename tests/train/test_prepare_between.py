@@ -104,6 +104,8 @@ def test_the_optimizer_makes_no_steps_of_its_own() -> None:
     job = outsize.prepare(model, have, loss=loss)
     job.step(batch)
     have.zero_grad()
+    with pytest.raises(OutsizeError, match=r"lr is 0\.5 for this step, and the optimizer that"):
+        job.step(batch, lr=0.5)
     with pytest.raises(OutsizeError, match=r"optimizer\.step: job\.step\(batch\) has updated"):
         have.step()
     job.close()
@@ -118,8 +120,12 @@ def test_weights_that_are_changed_are_those_that_train_on(dtype) -> None:
     job = outsize.prepare(model, adamw(model), loss=loss)
     job.step(given[0])
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
+        if dtype == torch.float64:  # which gives each parameter other memory
+            size = sum(p.numel() for p in model.parameters())
+            nn.utils.vector_to_parameters(torch.zeros(size).double(), model.parameters())
+        else:
+            for parameter in model.parameters():
+                parameter.zero_()
     assert all(not weight.any() for _, weight in job.weights())
     with torch.no_grad():
         model.head.bias.fill_(3)
@@ -127,6 +133,10 @@ def test_weights_that_are_changed_are_those_that_train_on(dtype) -> None:
     for name, weight in job.weights():
         still = (weight - 3 * (name == "head.bias")).abs().max()
         assert still < 0.03, f"{name} has moved by more than an update does"
+        assert torch.equal(dict(model.named_parameters())[name], weight.to(dtype))
+    model.float()
+    with pytest.raises(OutsizeError, match=r"is of torch.float32 on cpu now, and the job has it"):
+        job.step(given[1])
 
 
 def test_a_backward_pass_of_ones_own_adds_nothing_to_the_next_step() -> None:

@@ -166,6 +166,24 @@ def test_numbers_that_cannot_be_are_refused(values, said) -> None:
         outsize.prepare(classifier(), "sgd", loss=summed, count=len, **values)
 
 
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda out, b: None, "loss is a NoneType; expected a scalar tensor of floats"),
+        (lambda out, b: (out.sum(), 1), "loss is a tuple; expected a scalar tensor"),
+        (lambda out, b: {"loss": out.sum()}, "loss is a dict; expected"),
+        (lambda out, b: out, r"loss is a tensor of torch.float32 of shape \(2, 4\); expected"),
+        (lambda out, b: out.sum().long(), r"loss is a tensor of torch.int64 of shape \(\)"),
+        (lambda out, b: out.sum().detach(), "loss depends on no parameter that is trained"),
+    ],
+)
+def test_a_loss_that_is_none_is_refused(made, said) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
+    job = outsize.prepare(model, "adamw", loss=made)
+    with pytest.raises(OutsizeError, match=said):
+        job.step((torch.ones(2, 4), torch.ones(2)))
+
+
 def test_caches_of_transformers_are_off_until_close() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

@@ -35,6 +35,19 @@ from outsize.runtime.intercept import intercept
 from outsize.runtime.runners import runner_of
 from outsize.runtime.storage.gradients import Gradients
 
+
+def _scalar(loss: Any) -> Tensor:
+    """A loss that can be differentiated. OutsizeError for anything else."""
+    said = f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        if not loss.ndim and loss.is_floating_point():
+            return loss
+        said = f"a tensor of {loss.dtype} of shape {tuple(loss.shape)}"
+    raise OutsizeError(
+        f"loss is {said}; expected a scalar tensor of floats: pass loss=function(output, batch)"
+    )
+
+
 Segments = list[tuple[str, list[tuple[str, nn.Parameter]]]]
 
 
@@ -141,7 +154,7 @@ class AdoptedFlow:
         share = None
         if held is not None and len(held) < len(self.plan.stages):
             share = self._share(frozenset(held), part)
-        return AdoptedWalk(self, lambda: self._whole(part) * factor, spill_of, share)
+        return AdoptedWalk(self, lambda: _scalar(self._whole(part)) * factor, spill_of, share)
 
     def _whole(self, part: Any) -> Tensor:
         args, kwargs = arguments(part, self.model)

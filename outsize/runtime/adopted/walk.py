@@ -215,13 +215,14 @@ class AdoptedWalk:
             path = self._flow.paths[self._waiting.index]
             raise Uncut(f"block {path!r} is called again at the end of the forward")
         output = self._output
-        if not isinstance(output, Tensor) or output.ndim:
-            raise OutsizeError(
-                f"loss is {type(output).__name__}; expected a scalar tensor: pass"
-                " loss=function(output, batch)"
-            )
         if isinstance(output, Absent):
             raise _unforeseen("the loss", output)
+        assert isinstance(output, Tensor), "the flow has looked at it"
+        if self._train and not output.requires_grad:
+            raise OutsizeError(
+                "loss depends on no parameter that is trained; expected one that can be"
+                " differentiated: compute it of the output, without detach() or no_grad()"
+            )
         if self._heads is not None and self._train:
             self._heads.check()
         self.loss = output.detach()

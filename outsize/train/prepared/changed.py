@@ -1,4 +1,5 @@
-"""Weights that somebody changes in place between two steps: clamped, averaged, loaded from a file.
+"""Weights that somebody changes between two steps: clamps, averages, loads from a file, or gives
+other memory.
 
 Training continues from what the parameters show then. Where it continues from a master copy, that
 takes over what has changed; where the parameters are no weights now, a change would be lost.
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from outsize.errors import OutsizeError
 from outsize.memory import Chunk
@@ -22,20 +24,25 @@ class Changes:
     """Of one job's parameters, since it had them last."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, int] = {}
+        self._seen: dict[str, tuple[int, int]] = {}
 
     def note(self, job: Job) -> None:
         """The job has them as they are now."""
-        self._seen = {name: changes(parameter) for name, parameter in job.owners.items()}
+        self._seen = {name: _now(parameter) for name, parameter in job.owners.items()}
 
     def follow(self, job: Job) -> Job:
         """The job, going on from those that have been changed. OutsizeError where it cannot."""
         before = self._seen
-        names = {n for n, p in job.owners.items() if before.get(n, changes(p)) != changes(p)}
+        names = {n for n, p in job.owners.items() if before.get(n, _now(p)) != _now(p)}
         if names:
             _take(job, names)
             self.note(job)
         return job
+
+
+def _now(parameter: Tensor) -> tuple[int, int]:
+    """How often it has been changed in place, and which memory it has."""
+    return changes(parameter), parameter.data_ptr()
 
 
 @torch.no_grad()
@@ -50,6 +57,16 @@ def _take(job: Job, names: set[str]) -> None:
                     " would not see: its weights rest elsewhere; change what job.state_dict()"
                     " gives, and hand it to job.load_state_dict"
                 )
+            parameter, own = job.owners[slot.name], slot.of(chunk.parameters)
+            if parameter.dtype != own.dtype or parameter.device != own.device:
+                raise OutsizeError(
+                    f"parameter {slot.name!r} is of {parameter.dtype} on {parameter.device} now,"
+                    f" and the job has it in {own.dtype} on {own.device}: convert the model before"
+                    " outsize.prepare"
+                )
+            if parameter.data_ptr() != own.data_ptr():
+                own.copy_(parameter)
+                parameter.data = own
             begin, end = max(slot.offset, first), min(slot.offset + slot.numel, last)
             if chunk.master is not None and begin < end:
                 chunk.master[begin - first : end - first].copy_(chunk.parameters[begin:end])

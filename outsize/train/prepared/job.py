@@ -106,7 +106,8 @@ class Prepared:
         return self._job
 
     def step(self, batch: Any, lr: float | None = None) -> Tensor:
-        """Train on one batch; gives the mean loss, a scalar tensor.
+        """Train on one batch; gives the mean loss, a scalar tensor. lr: this step's learning rate,
+        where no optimizer of torch.optim says it.
 
         A native decoder takes token ids (B, S), a mapping with input_ids, labels and weights (of
         the labels; what each one's loss is times), or a Batch; an adopted module what its forward
@@ -269,7 +270,7 @@ def _checked(
 ) -> Any:
     """A batch as a job takes it, and a rate and settings that it can have."""
     check_rate(lr)
-    handed.follow()
+    handed.follow(lr)
     if isinstance(model, Decoder):
         made: Any = tokens_of(batch, model.config.vocab)
     else:

@@ -56,10 +56,8 @@ class Handed:
             return _nothing
 
         def loaded(_: object) -> None:
-            found = self.states
-            if found is not None:
-                take(found)
-                self._show()
+            take(partial(states.taken, optimizer=theirs))
+            self._show()
 
         def refuse(*_: object) -> None:
             raise OutsizeError(
@@ -78,11 +76,18 @@ class Handed:
 
         return end
 
-    def follow(self) -> None:
+    def follow(self, lr: float | None) -> None:
         """Take over betas, eps and momentum as they are now: torch's OneCycleLR changes them with
-        every step. OutsizeError where a job's states would be others."""
+        every step. OutsizeError where a job's states would be others, and for a rate of a step that
+        has one by the optimizer's groups."""
         if self._theirs is None:
             return
+        if lr is not None:
+            raise OutsizeError(
+                f"lr is {lr:g} for this step, and the optimizer that prepare was given says the"
+                " rate of each of its groups; set it there (param_groups, or a scheduler), or"
+                " prepare with an optimizer by name"
+            )
         now = _converted(self._theirs)
         if now.states != self.update.states:
             raise OutsizeError(
