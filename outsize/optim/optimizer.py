@@ -35,6 +35,7 @@ class Rates(NamedTuple):
     name: str = ""
 
 
+@runtime_checkable
 class Optimizer(Protocol):
     """Updates weights from gradients, one range (or one matrix) at a time."""
 

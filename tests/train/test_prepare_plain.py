@@ -159,11 +159,30 @@ def test_a_mean_over_some_targets_is_refused_too() -> None:
         ({"clip": float("nan")}, "clip is nan"),
         ({"microbatches": 0}, "microbatches is 0; expected a whole number from 1 on"),
         ({"microbatches": True}, "microbatches is True"),
+        ({"clip": "1"}, "clip is 1; expected the largest norm"),
+        ({"loss": 3}, r"loss is 3; expected a function, \(output, batch\)"),
+        ({"count": 4}, "count is 4; expected a function, batch -> number of targets"),
+        ({"blocks": 3}, "blocks is 3; expected names, as 'encoder"),
+        ({"recompute": True}, r"recompute is True; expected names, as \('block',\)"),
+        ({"mesh": 2}, "mesh is 2; expected workers by axis, as 'data=2,tensor=2'"),
+        ({"optimizer": torch.optim.AdamW}, "optimizer is <class .*AdamW'>; expected one of torch"),
+        ({"optimizer": None}, "optimizer is None; expected one of torch.optim made over"),
+        ({"model": nn.Identity()}, "Identity has no parameters; nothing to train"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(values, said) -> None:
+def test_arguments_that_cannot_be_are_refused(values, said) -> None:
+    usual = {"model": classifier(), "optimizer": "sgd", "loss": summed, "count": len}
     with pytest.raises(OutsizeError, match=said):
-        outsize.prepare(classifier(), "sgd", loss=summed, count=len, **values)
+        outsize.prepare(**{**usual, **values})
+
+
+def test_a_name_stands_for_a_list_of_it_and_a_dtype_for_its_name() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    job = outsize.prepare(
+        model, "sgd", loss=lambda out, b: out.sum(), recompute="block", precision=torch.float32
+    )
+    job.step(torch.ones(2, 4))
+    assert job.plan.stages[1].recompute == ("block",)
 
 
 @pytest.mark.parametrize(

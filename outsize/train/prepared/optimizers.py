@@ -135,8 +135,13 @@ def _converted(optimizer: Optimizer | torch.optim.Optimizer | str) -> Optimizer:
         if optimizer == "sgd":
             return SGD()
         return parse(optimizer, AdamW.lr, AdamW.weight_decay, AdamW.betas)
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if isinstance(optimizer, Optimizer) and not isinstance(optimizer, type):
         return optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OutsizeError(
+            f"optimizer is {optimizer!r}; expected one of torch.optim made over the model's"
+            " parameters, one of outsize.optim, or a name as 'adamw'"
+        )
     for name in ("amsgrad", "maximize", "nesterov", "dampening"):
         if any(group.get(name) for group in optimizer.param_groups):
             raise OutsizeError(f"optimizer option {name} is not supported; leave it out")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
+import torch
 from torch import Tensor, nn
 
 from outsize.checkpoint.hub import check_here
@@ -33,6 +34,7 @@ from outsize.train.prepared.loss_sums import SumOfRows
 from outsize.train.prepared.refusals import (
     check_approximate,
     check_decoders,
+    check_kinds,
     check_numbers,
     check_pipeline,
     check_spread,
@@ -49,7 +51,7 @@ GATHERED = 2  # as of a run
 class Options(TypedDict, total=False):
     """What `prepare` may be told beside the model and its loss.
 
-    recompute: ("block",) or names of submodules of the blocks; None leaves it to the plan.
+    recompute: "block" or names of submodules of the blocks; None leaves it to the plan.
     precision: None keeps the model's own dtype, with a float32 master copy where that has 16 bits;
     losses of float16 are scaled, and a step whose gradient overflows is skipped.
 
@@ -93,11 +95,12 @@ class Options(TypedDict, total=False):
     rows on several workers, each normalised by its own (outsize/train/prepared/statistics.py).
     """
 
-    recompute: Sequence[str] | None
+    recompute: str | Sequence[str] | None
     precision: (
         Literal[
             "float32", "float64", "bfloat16", "float16", "float32+invariant", "bfloat16+invariant"
         ]
+        | torch.dtype
         | None
     )
     host_memory: str | int | None
@@ -231,12 +234,11 @@ def settings_of(
     options: Options,
 ) -> Settings:
     """What a job is made with, of what `prepare` was told. OutsizeError for what cannot be."""
-    if not isinstance(model, nn.Module):
-        raise OutsizeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if isinstance(model, Decoder):
         check_here(model)
     check_numbers(microbatches, clip)
     said: Options = {**PLAIN, **options}
+    check_kinds(model, {"loss": loss, "count": count, "blocks": blocks}, said)
     check_decoders(model, options)
     given = None if plan is None else _plan_given(plan, model)
     if given is not None:
@@ -381,7 +383,7 @@ def _losses(
     return None, loss
 
 
-def _precision(model: nn.Module, name: str | None) -> Precision:
+def _precision(model: nn.Module, name: str | torch.dtype | None) -> Precision:
     for path, p in model.named_parameters():
         if p.is_complex():
             raise OutsizeError(
@@ -394,4 +396,4 @@ def _precision(model: nn.Module, name: str | None) -> Precision:
             f"model holds parameters of {', '.join(sorted(map(str, dtypes)))}; expected one dtype:"
             " convert it with model.to(dtype), or pass precision="
         )
-    return Precision.named(name or str(dtypes.pop()).removeprefix("torch."))
+    return Precision.named(str(name or dtypes.pop()).removeprefix("torch."))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from outsize.collectives import Mesh
 from outsize.errors import OutsizeError, nearest
+from outsize.kernels.entropy import Loss as ByTarget
 from outsize.models.decoder import Decoder
 from outsize.plan.approximate import MICROBATCH
 from outsize.plan.settings import PLAN_SETTINGS
@@ -18,7 +20,7 @@ from outsize.search.request import SCHEDULE
 from outsize.train.prepared.statistics import normalising
 
 if TYPE_CHECKING:
-    from outsize.train.prepared.options import Settings
+    from outsize.train.prepared.options import Options, Settings
 
 _OF_DECODERS = ("mlp_tile", "label_smoothing", "z_loss")
 
@@ -107,11 +109,39 @@ def check_decoders(model: nn.Module, options: Mapping[str, Any]) -> None:
 def check_numbers(microbatches: int, clip: float | None) -> None:
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise OutsizeError(f"microbatches is {microbatches!r}; expected a whole number from 1 on")
-    if clip is not None and not clip > 0:
+    number = isinstance(clip, int | float) and not isinstance(clip, bool)
+    if clip is not None and not (number and clip > 0):
         raise OutsizeError(
             f"clip is {clip}; expected the largest norm that a gradient may have, more than 0, or"
             " None to leave gradients as they are"
         )
+
+
+def check_kinds(model: object, given: Mapping[str, object], said: Options) -> None:
+    """Refuse a model without parameters, and arguments of another kind; a name alone becomes a list
+    of it."""
+    if not isinstance(model, nn.Module):
+        raise OutsizeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    if not any(True for _ in model.parameters()):
+        raise OutsizeError(f"model: {type(model).__name__} has no parameters; nothing to train")
+    values: Any = said
+    for name in ("recompute", "approximate", "tiers"):
+        if isinstance(values[name], str):
+            values[name] = (values[name],)
+    functions = {"loss": "(output, batch) -> scalar", "count": "batch -> number of targets"}
+    for name, form in functions.items():
+        own = given[name]
+        if not (own is None or callable(own) or isinstance(own, ByTarget)):
+            raise OutsizeError(f"{name} is {own!r}; expected a function, {form}")
+    words = {"blocks": "'encoder.layers.*'", "recompute": "('block',)"}
+    for name, form in words.items():
+        own = {**given, **said}[name]
+        parts = own if isinstance(own, Sequence) else (own,)
+        if not (own is None or all(isinstance(one, str) for one in parts)):
+            raise OutsizeError(f"{name} is {own!r}; expected names, as {form}")
+    mesh: object = said["mesh"]
+    if not (mesh is None or isinstance(mesh, str | Mesh)):
+        raise OutsizeError(f"mesh is {mesh!r}; expected workers by axis, as 'data=2,tensor=2'")
 
 
 def check_pipeline(made: Settings) -> None:
