@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <vector>
 
 #include "codes.h"
@@ -26,6 +27,12 @@ void outsize_rope(int, const void*, const int64_t*, const float*, const float*, 
                   const int64_t*, int64_t, int, float, int);
 void outsize_gate(int, const void*, const void*, void*, int64_t, int);
 void outsize_rows_product(int, const void*, const Matrix*, void*, int64_t, int, int);
+int64_t outsize_eights_floats(const Matrix*, int64_t);
+void* outsize_eights_rows(const Matrix*, int64_t, float*);
+void outsize_eights_drop(void*);
+int outsize_eights_alike(const Matrix*, const Matrix*);
+void outsize_eights_round(int, const void*, void*, int64_t, int64_t);
+void outsize_eights_times(int, const void*, const Matrix*, void*, int, int);
 void outsize_pages_put(int, int, const void*, void*, void*, const int64_t*, int64_t, int64_t, int64_t);
 void outsize_pages_attend(int, int, const void*, const void*, const void*, const void*, const void*,
                           void*, const int64_t*, const int64_t*, const int64_t*, const int64_t*,
@@ -124,12 +131,54 @@ struct Room {
     }
 };
 
+// What is multiplied by weights whose products round it to 8 bits, by their formats: rounded once for
+// all weights that read it, each row by one thread, or by each of them all rows for itself. What has
+// another length is read at another time, and shares memory.
+class Rounds {
+  public:
+    Rounds(const Step& s, const Layer* layers, int64_t count) {
+        for (const Layer* l = layers; l < layers + count; ++l)
+            for (const Matrix* w : {&l->q, &l->k, &l->v, &l->o, &l->gate, &l->up, &l->down})
+                if (w->eights && !of(*w)) found.push_back({w, place(w->inner), nullptr});
+        for (const Format& one : found) {
+            rooms.resize(std::max(rooms.size(), one.place + 1));
+            std::vector<float>& room = rooms[one.place];
+            room.resize(std::max<int64_t>(room.size(), outsize_eights_floats(one.like, s.tokens)));
+        }
+        for (Format& one : found) one.rows = outsize_eights_rows(one.like, s.tokens, rooms[one.place].data());
+    }
+    Rounds(const Rounds&) = delete;
+    ~Rounds() {
+        for (const Format& one : found) outsize_eights_drop(one.rows);
+    }
+    struct Format {
+        const Matrix* like;
+        size_t place;  // of its memory
+        void* rows;
+    };
+    const Format* of(const Matrix& w) const {
+        for (const Format& one : found)
+            if (outsize_eights_alike(one.like, &w)) return &one;
+        return nullptr;
+    }
+
+  private:
+    std::vector<Format> found;
+    std::vector<std::vector<float>> rooms;
+
+    size_t place(int64_t inner) const {
+        return std::count_if(found.begin(), found.end(), [=](const Format& f) { return f.like->inner == inner; });
+    }
+};
+
 // One of the threads that go through the blocks together: what is of single tokens is shared by
 // tokens, products by outputs, attention by heads.
 template <class T>
 struct Run {
     const Step& step;
     const Room room;
+    const Rounds& rounds;
+    const bool apart;  // what is rounded is this thread's own
     const std::vector<Stretch>& parts;
     const Team team;
     Joint& joint;
@@ -138,9 +187,9 @@ struct Run {
     float* inverse;
     const int64_t first, last, count;  // tokens of this thread, and how many all are
 
-    Run(const Step& s, const Room& r, const std::vector<Stretch>& p, Team t, Joint& j, void* stream,
-        void* work)
-        : step(s), room(r), parts(p), team(t), joint(j), x(static_cast<T*>(stream)),
+    Run(const Step& s, const Room& r, const Rounds& n, bool a, const std::vector<Stretch>& p, Team t,
+        Joint& j, void* stream, void* work)
+        : step(s), room(r), rounds(n), apart(a), parts(p), team(t), joint(j), x(static_cast<T*>(stream)),
           normed(static_cast<T*>(work)), first(t.first(s.tokens)), last(t.last(s.tokens)),
           count(s.tokens) {
         inverse = reinterpret_cast<float*>(normed + room.all(count));
@@ -162,7 +211,28 @@ struct Run {
         return to;
     }
 
+    // This thread's tokens, or all, for products of all by such weights; whether others wait for them.
+    bool round(std::initializer_list<const Matrix*> by, const T* from) const {
+        std::vector<const void*> had;
+        for (const Matrix* w : by) {
+            const Rounds::Format* format = rounds.of(*w);
+            if (!format || std::count(had.begin(), had.end(), format->rows)) continue;
+            outsize_eights_round(step.dtype, from, format->rows, apart ? 0 : first, apart ? count : last);
+            had.push_back(format->rows);
+        }
+        return !apart && !had.empty();
+    }
+
+    // What this thread has of it is done, for products by such weights.
+    void ready(std::initializer_list<const Matrix*> by, const T* from) const {
+        if (apart) meet();
+        round(by, from);
+        if (!apart) meet();
+    }
+
     void product(const Matrix& w, const T* from, T* to) const {
+        if (const Rounds::Format* format = rounds.of(w))
+            return outsize_eights_times(step.dtype, format->rows, &w, to, team.count, team.index);
         outsize_rows_product(step.dtype, from, &w, to, count, team.count, team.index);
     }
 
@@ -215,7 +285,7 @@ struct Run {
         T *q = branch, *spare = q + count * room.queries, *k = spare + count * room.queries,
           *v = k + count * room.pairs;
         const T* from = norm(l.attention, x, normed, 1, room.hidden);
-        meet();
+        ready({&l.q, &l.k, &l.v}, from);
         product(l.q, from, q);
         product(l.k, from, k);
         product(l.v, from, v);
@@ -228,22 +298,25 @@ struct Run {
         meet();
         for (const Stretch& part : parts) attend(l, part, q, spare);
         meet();
+        if (round({&l.o}, spare)) meet();
         product(l.o, spare, given);
         meet();
         add(l.attention_out);
     }
 
     void mlp(const Layer& l) {
-        const int64_t all = count * l.gate.outputs, lines = (all + LINE - 1) / LINE;
-        const int64_t begin = team.first(lines) * LINE, end = std::min(all, team.last(lines) * LINE);
+        const int64_t wide = l.gate.outputs, all = count * wide, lines = (all + LINE - 1) / LINE;
+        const bool own = !apart && rounds.of(l.down);  // its tokens are rounded then
+        const int64_t begin = own ? first * wide : team.first(lines) * LINE;
+        const int64_t end = own ? last * wide : std::min(all, team.last(lines) * LINE);
         T *gate = branch, *up = gate + all, *inner = up + all;
         const T* from = norm(l.mlp, x, normed, 1, room.hidden);
-        meet();
+        ready({&l.gate, &l.up}, from);
         product(l.gate, from, gate);
         product(l.up, from, up);
         meet();
         outsize_gate(step.dtype, gate + begin, up + begin, inner + begin, end - begin, 1);
-        meet();
+        ready({&l.down}, inner);
         product(l.down, inner, given);
         meet();
         add(l.mlp_out);
@@ -260,6 +333,8 @@ struct Run {
 template <class T>
 void together(const Step& step, const Layer* layers, int64_t count, void* x, void* work) {
     const Room room(step, layers, count);
+    const bool apart = step.tokens < step.threads;  // who waits for another to round saves nothing
+    const Rounds all(step, layers, apart ? 0 : count);
     const std::vector<Stretch> parts = stretches(step);
     Joint joint;
 #pragma omp parallel num_threads(step.threads)
@@ -267,7 +342,8 @@ void together(const Step& step, const Layer* layers, int64_t count, void* x, voi
         const Team team(omp_get_num_threads(), omp_get_thread_num());  // as many as there are
 #pragma omp single
         joint.meeting.of(team.count);
-        Run<T>(step, room, parts, team, joint, x, work).all(layers, count);
+        const Rounds own(step, layers, apart ? count : 0);
+        Run<T>(step, room, apart ? own : all, apart, parts, team, joint, x, work).all(layers, count);
     }
 }
 

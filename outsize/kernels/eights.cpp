@@ -5,6 +5,8 @@
 // are apart, are multiplied one after another and added at the end. So a row's bits depend on nothing
 // but the row, and any processor gives them. The twin is `plain` in eights.py.
 
+#include <tuple>
+
 #include "eights.h"
 #include "team.h"
 
@@ -135,39 +137,48 @@ inline Passes* passes_of(const Rounded& r, bool packed) {
 #endif
 }
 
-// Outputs [first, first + ACROSS), those that there are, of all rows. work: scales and sums.
+// Outputs [first, first + ACROSS) of w, those that there are, of all rows. work: scales and sums.
 template <class T>
-void panel(const Rounded& r, int64_t first, float* work, T* y) {
-    const Layout layout = r.w.layout();
-    const int64_t count = std::min(ACROSS, r.w.outputs - first), row = r.groups * layout.block;
-    Panel own{{}, r.w.packed && count == ACROSS};
+void panel(const Rounded& r, const Matrix& w, int64_t first, float* work, T* y) {
+    const Layout layout = w.layout();
+    const int64_t count = std::min(ACROSS, w.outputs - first), row = r.groups * layout.block;
+    Panel own{{}, w.packed && count == ACROSS};
     const uint8_t** rows = own.first;
     for (int64_t o = 0; o < ACROSS; ++o)  // the last again where there are no more
-        rows[o] = static_cast<const uint8_t*>(r.w.data) + (first + std::min(o, count - 1)) * row;
+        rows[o] = static_cast<const uint8_t*>(w.data) + (first + std::min(o, count - 1)) * row;
     for (int64_t i = 0; i < (FOURS ? 0 : ACROSS * row); i += 64) __builtin_prefetch(rows[0] + ACROSS * row + i);
     float *scales = work, *sums = work + r.groups * ACROSS;
     if (layout.scales == APART)
-        scales_apart(r.w, first, r.groups, scales);
+        scales_apart(w, first, r.groups, scales);
     else
         scales_of(own, layout, r.groups, scales);
     std::fill(sums, sums + r.rows * ACROSS, 0.0f);
-    for (int64_t t = 0; t < r.rows; ++t) __builtin_prefetch(y + first + t * r.w.outputs, 1);
+    for (int64_t t = 0; t < r.rows; ++t) __builtin_prefetch(y + first + t * w.outputs, 1);
     auto* call = passes_of(r, own.packed);
     call(r, own, scales, sums);
     for (int64_t t = 0; t < int64_t(r.outliers.size()); ++t)
         if (!r.outliers[t].empty()) add_outliers(r, t, own, scales, sums + t * ACROSS);
-    const T* bias = r.w.bias ? static_cast<const T*>(r.w.bias) + first : nullptr;
+    const T* bias = w.bias ? static_cast<const T*>(w.bias) + first : nullptr;
     auto* end = count == ACROSS ? ended<ACROSS, T> : ended<0, T>;
-    end(sums, r.rows, count, bias, y + first, r.w.outputs);
+    end(sums, r.rows, count, bias, y + first, w.outputs);
 }
+
+// Outputs of a task. y: of the first row.
+template <class T>
+void task_of(const Rounded& rows, const Matrix& w, int64_t task, float* work, T* y) {
+    const int64_t last = std::min(w.outputs, (task + 1) * TASK);
+    for (int64_t o = task * TASK; o < last; o += ACROSS) panel(rows, w, o, work, y);
+}
+
+int64_t tasks_of(const Matrix& w) { return (w.outputs + TASK - 1) / TASK; }
 
 template <class T>
 void product(const T* x, const Matrix& w, T* y, int64_t tokens, Team team) {
-    const int64_t tasks = (w.outputs + TASK - 1) / TASK;
-    const int64_t begin = team.first(tasks), end = team.last(tasks);
+    const int64_t begin = team.first(tasks_of(w)), end = team.last(tasks_of(w));
     for (int64_t some = 0; some < tokens; some += MOST_ROWS) {
         const int64_t count = std::min(MOST_ROWS, tokens - some);
-        Rounded rows(w, count);
+        const Buffer room = buffer(Rounded::floats(w, count));
+        Rounded rows(w, count, room.get());
 #pragma omp parallel num_threads(team.count) if (team.starts())
         {
 #pragma omp for schedule(static)
@@ -175,14 +186,51 @@ void product(const T* x, const Matrix& w, T* y, int64_t tokens, Team team) {
                 rows.take(x + (some + t) * w.inner, t, w.most ? w.most + some + t : nullptr);
             const Buffer work = buffer((rows.groups + count) * ACROSS);
 #pragma omp for schedule(static)
-            for (int64_t task = begin; task < end; ++task) {
-                const int64_t last = std::min(w.outputs, (task + 1) * TASK);
-                for (int64_t o = task * TASK; o < last; o += ACROSS)
-                    panel(rows, o, work.get(), y + some * w.outputs);
-            }
+            for (int64_t task = begin; task < end; ++task)
+                task_of(rows, w, task, work.get(), y + some * w.outputs);
         }
     }
 }
+
+// Whether rows that are rounded for one weight are so for another.
+bool alike(const Matrix& a, const Matrix& b) {
+    const auto facts = [](const Matrix& m) {
+        return std::make_tuple(m.inner, m.group, m.block, m.head, m.order, m.kind, m.eights, m.every, m.most);
+    };
+    return facts(a) == facts(b);
+}
+
+// Rows of a step that a team rounds once for all weights of a format, in parts that stay in a cache.
+struct RoundedRows {
+    const Matrix format;
+    std::vector<Rounded> parts;
+
+    RoundedRows(const Matrix& w, int64_t tokens, float* room) : format(w) {
+        for (int64_t some = 0; some < tokens; some += MOST_ROWS) {
+            const int64_t count = std::min(MOST_ROWS, tokens - some);
+            parts.emplace_back(format, count, room);
+            room += Rounded::floats(format, count);
+        }
+    }
+    static int64_t floats(const Matrix& w, int64_t tokens) {
+        const int64_t left = tokens % MOST_ROWS;
+        return tokens / MOST_ROWS * Rounded::floats(w, MOST_ROWS) + (left ? Rounded::floats(w, left) : 0);
+    }
+    template <class T>
+    void take(const T* x, int64_t first, int64_t last) {
+        for (int64_t t = first; t < last; ++t)
+            parts[t / MOST_ROWS].take(x + t * format.inner, t % MOST_ROWS, nullptr);
+    }
+    template <class T>
+    void times(const Matrix& w, T* y, Team team) const {
+        const Buffer work = buffer((parts[0].groups + parts[0].rows) * ACROSS);
+        for (const Rounded& rows : parts) {
+            for (int64_t task = team.first(tasks_of(w)); task < team.last(tasks_of(w)); ++task)
+                task_of(rows, w, task, work.get(), y);
+            y += rows.rows * w.outputs;
+        }
+    }
+};
 
 // A panel as it lies in files to one that is packed; from: a copy.
 void pack(const Matrix& w, const uint8_t* from, uint8_t* to) {
@@ -228,6 +276,31 @@ void outsize_eights_product(int dtype, const void* x, const Matrix* w, void* y, 
         product(static_cast<const float*>(x), *w, static_cast<float*>(y), tokens, team);
     else
         product(static_cast<const bfloat16*>(x), *w, static_cast<bfloat16*>(y), tokens, team);
+}
+
+// Rows of a step of so many tokens, to be rounded for weights like one, in memory for so many floats;
+// `drop` them.
+int64_t outsize_eights_floats(const Matrix* w, int64_t tokens) { return RoundedRows::floats(*w, tokens); }
+void* outsize_eights_rows(const Matrix* w, int64_t tokens, float* room) { return new RoundedRows(*w, tokens, room); }
+void outsize_eights_drop(void* rows) { delete static_cast<RoundedRows*>(rows); }
+int outsize_eights_alike(const Matrix* a, const Matrix* b) { return alike(*a, *b); }
+
+// Tokens [first, last) of x, rounded: by each of a team its own, before any of it multiplies.
+void outsize_eights_round(int dtype, const void* x, void* rows, int64_t first, int64_t last) {
+    RoundedRows& to = *static_cast<RoundedRows*>(rows);
+    if (dtype == 0)
+        to.take(static_cast<const float*>(x), first, last);
+    else
+        to.take(static_cast<const bfloat16*>(x), first, last);
+}
+
+// As outsize_eights_product by one of a team, of rows that are rounded.
+void outsize_eights_times(int dtype, const void* rows, const Matrix* w, void* y, int threads, int index) {
+    const RoundedRows& from = *static_cast<const RoundedRows*>(rows);
+    if (dtype == 0)
+        from.times(*w, static_cast<float*>(y), Team(threads, index));
+    else
+        from.times(*w, static_cast<bfloat16*>(y), Team(threads, index));
 }
 
 }  // extern "C"

@@ -90,21 +90,34 @@ struct Outlier {
     float value;
 };
 
-// Rows, rounded: of each group so many whole numbers, and the scale.
+// Rows, rounded, in memory for so many floats: of each group so many whole numbers, and the scale. w: for
+// weights of whose format.
 struct Rounded {
     const Matrix& w;
     const int64_t rows, groups, chunks;
     const bool four, turned;  // codes of 4 bits; in the order in which AVX2's passes take numbers
     const int64_t size;       // bytes of a group
-    Buffer numbers, scales, begins;
+    float *const numbers, *const scales, *const begins;
     std::vector<std::vector<Outlier>> outliers;  // by row, where they are apart
 
-    Rounded(const Matrix& weight, int64_t count)
+    Rounded(const Matrix& weight, int64_t count, float* room)
         : w(weight), rows(count), groups(w.inner / w.group), chunks(w.group / CHUNK),
-          four(w.order == HALVES), turned(TWOS && w.group % CHUNK == 0 && (four || count > FEW)),
-          size(w.group * (turned && !four ? 2 : 1)), numbers(buffer(rows * groups * size / 4 + 1)),
-          scales(buffer(rows * groups)), begins(buffer(FOURS ? rows * groups : turned && four ? rows * groups * chunks : 1)),
+          four(w.order == HALVES), turned(turns(w, count)), size(bytes(w, count)), numbers(room),
+          scales(numbers + lines(rows * groups * size / 4)), begins(scales + lines(rows * groups)),
           outliers(w.eights == OUTLIERS ? count : 0) {}
+
+    static bool turns(const Matrix& w, int64_t count) {
+        return TWOS && w.group % CHUNK == 0 && (w.order == HALVES || count > FEW);
+    }
+    static int64_t bytes(const Matrix& w, int64_t count) {
+        return w.group * (turns(w, count) && w.order != HALVES ? 2 : 1);
+    }
+    static int64_t lines(int64_t count) { return (count + 16) / 16 * 16; }  // floats, some to read beyond
+    static int64_t floats(const Matrix& w, int64_t count) {
+        const int64_t all = count * (w.inner / w.group);
+        const int64_t begins = FOURS ? all : turns(w, count) && w.order == HALVES ? count * w.inner / CHUNK : 0;
+        return lines(all * bytes(w, count) / 4) + lines(all) + lines(begins);
+    }
 
     // Where a row's group is: groups of TILE rows together, so that passes over these read on.
     int64_t index(int64_t group, int64_t row) const {
@@ -112,17 +125,18 @@ struct Rounded {
         return first * groups + group * std::min(TILE, rows - first) + row - first;
     }
     uint8_t* at(int64_t group, int64_t row) const {
-        return reinterpret_cast<uint8_t*>(numbers.get()) + index(group, row) * size;
+        return reinterpret_cast<uint8_t*>(numbers) + index(group, row) * size;
     }
     float& scale(int64_t group, int64_t row) const { return scales[index(group, row)]; }
     int32_t* begin(int64_t group, int64_t row) const {
-        return reinterpret_cast<int32_t*>(begins.get()) + index(group, row) * (FOURS ? 1 : chunks);
+        return reinterpret_cast<int32_t*>(begins) + index(group, row) * (FOURS ? 1 : chunks);
     }
 
     // agreed: the magnitude that the row's scale is of; null: the largest of what is left.
     template <class T>
     void take(const T* x, int64_t row, const float* agreed) {
         const int64_t span = w.every * w.group;
+        if (!outliers.empty()) outliers[row].clear();
         for (int64_t g = 0; g < groups; g += w.every, x += span) {
             const uint32_t own = outliers.empty() ? largest(x, span) : set_apart(x, span, g, row);
             const uint32_t most = agreed ? magnitude(*agreed) : own;

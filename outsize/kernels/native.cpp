@@ -61,11 +61,17 @@ int64_t in_parts(int64_t count, int64_t size, int threads, int64_t align, F f) {
     const int64_t useful = (count * size + GRAIN - 1) / GRAIN;
     const int64_t parts = useful < 1 ? 1 : (useful < threads ? useful : threads);
     const int64_t units = (count + align - 1) / align;
-#pragma omp parallel for num_threads(int(parts)) schedule(static, 1) if (parts > 1)
-    for (int64_t part = 0; part < parts; ++part) {
+    // One body, not inlined: whoever calls it gets the same bits.
+    const auto one = [&](int64_t part) __attribute__((noinline)) {
         const int64_t first = units * part / parts * align, last = units * (part + 1) / parts * align;
         f(part, first, last < count ? last : count);
+    };
+    if (parts == 1) {  // a region of one thread costs as much as a small pass
+        one(0);
+        return 1;
     }
+#pragma omp parallel for num_threads(int(parts)) schedule(static, 1)
+    for (int64_t part = 0; part < parts; ++part) one(part);
     return parts;
 }
 
