@@ -11,6 +11,7 @@ import torch
 from outsize import accelerator
 from outsize.decode.paged import PagedCache, PagedPast, Part
 from outsize.decode.runs import Run, each_alone, runs_of
+from outsize.hardware.host import gather_huge
 from outsize.kernels import rows
 from outsize.models.decoder import Decoder
 from outsize.models.seams import Context
@@ -36,6 +37,7 @@ def priced(model: Decoder, budget: int, context: int) -> Price:
     stages = range(len(model.blocks) + 2)
 
     def holds(known: Price) -> bool:
+        _gather(model)
         run = runs_of(model) or each_alone
         few = timed(model, stages[1:-1])
         for count, then in known.blocks.points:
@@ -56,6 +58,7 @@ def probed(
     model: Decoder, here: Collection[int], budget: int, context: int, reading: float = 0.0
 ) -> Price:
     """here: stages whose weights are in memory; reading: seconds of the files in every step."""
+    _gather(model)
     last = len(model.blocks) + 1
     every = set(here) & set(range(1, last))
     few = timed(model, every)
@@ -81,6 +84,12 @@ def probed(
     visit = max(0.0, some - ones) / (_VISITING - 1) / seen
     load = max(0.0, ones / seen - visit)
     return Price(Curve(tuple(fed)), Curve(tuple(head)), visit, load, reach, reading)
+
+
+def _gather(model: Decoder) -> None:
+    """Its weights come to lie in huge pages, where steps read them a sixth faster."""
+    here = (x for x in model.parameters() if x.device == HOST)
+    gather_huge((x.data_ptr(), x.nbytes) for x in here)
 
 
 def _through(model: Decoder, blocks: Collection[int], start: int, tokens: int, run: Run) -> Pace:

@@ -7,7 +7,6 @@ tensors likewise). Requests are where tokens are drawn, so that none has to be b
 
 from __future__ import annotations
 
-import threading
 from array import array
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
@@ -21,14 +20,12 @@ from outsize.decode.generate import Draw
 from outsize.decode.paged import PagedCache, PagedPast, Part
 from outsize.decode.runs import runs_of
 from outsize.errors import counted
-from outsize.hardware.host import gather_huge, huge
 from outsize.kernels import rows
 from outsize.launch.heartbeat import Heartbeat
 from outsize.runtime.session import Session
 from outsize.serve.asks import Room
 from outsize.serve.model import Model
 
-GATHERED = 16  # steps of an engine after which it seems worth while to move its weights
 BEAT = 10.0  # seconds of rest after which the others hear of it: nobody waits for longer
 _FACTS = 6  # numbers of a part beside its pages
 
@@ -142,8 +139,6 @@ class Steps:
         assert (model.home is None) == (session is None), "who has the weights plays the steps"
         self._cache = _cache(room)
         self._own = session is None
-        self._fed = 0
-        self._weights = (*model.parameters(),) if session is None and not model.away else ()
         self.runs = runs_of(model) if session is None else None
         self._session = session or Session(model, run=self.runs)
         self._device = model.prologue.tokens.weight.device
@@ -231,15 +226,6 @@ class Steps:
         place = past.positions(self._device)
         self._session(torch.tensor(ids), place, past.bounds, past, draws)
         self._session.forget()
-        self._fed += 1
-        if self._fed == GATHERED:
-            self._gather()
-
-    def _gather(self) -> None:
-        """Beside the next steps weights come to lie in huge pages."""
-        spans = [(x.data_ptr(), x.nbytes) for x in self._weights if x.device.type == "cpu"]
-        if sum(nbytes for _, nbytes in spans) >= huge() > 0:
-            threading.Thread(target=gather_huge, args=(spans,), daemon=True).start()
 
     def _look(self, do: Do, part: Part, ids: Sequence[int]) -> Tensor:
         past, steps = self._past((part,)), self._session.steps

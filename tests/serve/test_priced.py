@@ -60,6 +60,19 @@ def test_a_machine_that_is_slower_or_quicker_now_is_timed_anew(machine, seconds)
     assert priced(model, 64, 128) == found  # and that is kept
 
 
+def test_weights_lie_where_steps_will_read_them_before_any_is_timed(machine, monkeypatch) -> None:
+    model, moved = build(parse(MODEL), 0), []
+    monkeypatch.setattr(
+        probing, "gather_huge", lambda spans: moved.append((machine.timed, sorted(spans)))
+    )
+    every = sorted((x.data_ptr(), x.nbytes) for x in model.parameters())
+    for _ in range(2):  # at a first start and at a later one
+        machine.timed = 0
+        priced(model, 64, 128)
+        assert moved == [(0, every)]
+        moved.clear()
+
+
 def test_another_step_context_or_type_is_timed_anew(machine) -> None:
     model = build(parse(MODEL), 0)
     first = priced(model, 64, 128)
