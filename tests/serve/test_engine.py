@@ -425,12 +425,22 @@ def test_what_pages_hold_is_in_the_plan() -> None:
         Wanted(cache="int5")
 
 
-def test_who_leaves_is_not_served() -> None:
-    model, told_ = model_of("llama"), Told()
+def test_who_leaves_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, told_, left, fed = model_of("llama"), Told(), threading.Event(), list[object]()
     with Engine(model, ROOM, POLICIES.get("mixed")) as engine:
+        feed = engine.steps.feed
+
+        def held(*step: Any) -> None:
+            fed.append(step)
+            if len(fed) == 2:  # until the one has left that has a token of the first step
+                left.wait()
+            feed(*step)
+
+        monkeypatch.setattr(engine.steps, "feed", held)
         came = engine.tokens(Ask((1, 2), 60, Sampling()))
         next(came)
         came.close()
+        left.set()
         engine.submit(Ask((3,), 2, Sampling()), told_)
         told_.wait()
         assert engine.line.pages.left == ROOM.pages
