@@ -41,7 +41,7 @@ def best(weights: list[float], stages: int) -> float:
     return min(max(sum(weights[:end]), best(weights[end:], stages - 1)) for end in ends)
 
 
-@pytest.mark.parametrize(("layers", "stages"), [(12, 2), (12, 3), (13, 4), (10, 5)])
+@pytest.mark.parametrize(("layers", "stages"), [(12, 2), (13, 2), (12, 3), (13, 4), (14, 5)])
 def test_stages_that_are_cut_by_parameters_have_the_least_heaviest(
     layers: int, stages: int
 ) -> None:
