@@ -311,7 +311,6 @@ class Line:
                 left,
                 request.ask.max_new_tokens - request.drawn - 1,
                 room - part.stop,
-                self.limit - part.stop,
             )
             request.draft = request.drafter.propose(request.ids, most) if most > 0 else ()
             self.pages.extend(request.key, part.stop + len(request.draft))

@@ -145,7 +145,7 @@ class Model(Decoder):
             assert text is not None
             ids: Sequence[int] = prompt_ids(text, prompt)
         else:
-            ids = _ids(prompt)
+            ids = ids_of(prompt)
         check_request(self, ids, max_tokens)
         request = Request(prompted(ids, self.config.virtual), max_tokens, sampling)
         with self._session(request) as (session, at_once):
@@ -248,8 +248,8 @@ def ends_of(model: Decoder, text: Tokenizer) -> frozenset[int]:
     return own if model.origin is None else own | ends_in(model.origin, model.config.vocab)
 
 
-def _ids(prompt: Sequence[int] | Tensor) -> list[int]:
-    """The token ids of a prompt that is no text."""
+def ids_of(prompt: Sequence[int] | Tensor) -> list[int]:
+    """The token ids of a prompt that is no text. OutsizeError for what is none."""
     given = prompt.tolist() if isinstance(prompt, Tensor) else prompt
     whole = isinstance(given, Sequence) and all(
         isinstance(i, Integral) and not isinstance(i, bool) for i in given

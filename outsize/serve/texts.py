@@ -14,7 +14,7 @@ from outsize.errors import OutsizeError
 from outsize.serve.asks import Ask, End, Token
 from outsize.serve.drafts import DRAFTERS
 from outsize.serve.engine import Engine
-from outsize.serve.model import Model, ends_of
+from outsize.serve.model import Model, ends_of, ids_of
 from outsize.serve.policies import chosen
 from outsize.serve.pooling import PLAIN, Pooling, pooling_in
 from outsize.serve.room import Served, Wanted, served
@@ -144,7 +144,7 @@ class TextEngine:
         where nobody does. Texts get what the tokenizer puts around them."""
         if pooling is None:
             pooling = PLAIN if self._model.origin is None else pooling_in(self._model.origin)
-        texts = [self._known().framed(p) if isinstance(p, str) else p for p in prompts]
+        texts = [self._known().framed(p) if isinstance(p, str) else ids_of(p) for p in prompts]
         return [pooling.vector(self.engine, ids).tolist() for ids in texts]
 
     def _shown(self, stop: Collection[str]) -> Callable[[int | None], bool]:
@@ -166,7 +166,7 @@ class TextEngine:
         return Ask(tuple(self._ids(prompt)), most, sampling, ends)
 
     def _ids(self, prompt: Prompt) -> Sequence[int]:
-        return prompt_ids(self._known(), prompt) if isinstance(prompt, str) else prompt
+        return prompt_ids(self._known(), prompt) if isinstance(prompt, str) else ids_of(prompt)
 
     def _known(self) -> Tokenizer:
         if self.text is None:

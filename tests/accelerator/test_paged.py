@@ -37,12 +37,32 @@ def test_tokens_see_their_pages(shape: str, dtype: torch.dtype, device: str) -> 
     tables = torch.randint(99, (tokens, width), generator=draw, dtype=torch.int32)
     places = torch.tensor([width * page - 1, 3, 17][:tokens], dtype=torch.int32)
     facts = (0, out, window or paged.FAR), (size**-0.5, cap or 0.0)
-    expected = paged.plain(q.double(), [k.double()], [v.double()], tables, places, *facts)
+    expected = one_by_one(q, k, v, tables, places, window, cap)
+    whole = paged.plain(q.double(), [k.double()], [v.double()], tables, places, *facts)
+    assert (whole - expected).abs().max() <= 1e-10
     for _ in strict.begins(device, strict.ORDERS[:1], 1 << 28):
         held = [k.to(device)], [v.to(device)]
         seen = tables.to(device), places.to(device)
         found = torch.ops.outsize.paged(q.to(device), *held, *seen, *facts)
         assert (found.cpu().double() - expected).abs().max() <= CLOSE[dtype]
+
+
+def one_by_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, places: torch.Tensor,
+    window: int | None, cap: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """o_THW, each token and head alone, over the keys that it sees and no others."""
+    tokens, heads, size = q.shape
+    found = torch.empty(tokens, heads, v.shape[-1], dtype=torch.float64)
+    for token, place in enumerate(places.tolist()):
+        first = 0 if window is None else max(0, place + 1 - window)
+        k_LGK, v_LGW = (x.double()[tables[token].long()].flatten(0, 1) for x in (k, v))
+        for head in range(heads):
+            seen, group = slice(first, place + 1), head // (heads // k.shape[2])
+            scores = k_LGK[seen, group] @ q[token, head].double() * size**-0.5
+            scores = scores if cap is None else cap * (scores / cap).tanh()
+            found[token, head] = scores.softmax(0) @ v_LGW[seen, group]
+    return found
 
 
 @pytest.mark.parametrize("form", ["as-stored", "int8"])

@@ -13,6 +13,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from outsize.decode import samplers
 from outsize.decode.samplers import Sampling, drawn, probabilities
 from outsize.errors import OutsizeError
+from outsize.models.random import uniform
 
 
 def _logits(seed: int, count: int = 200, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -114,6 +115,15 @@ def test_a_draw_depends_on_seed_and_index_only() -> None:
     assert first == again[::-1]
     assert first != [Sampling(1.0, seed=4)(logits_V, index) for index in range(50)]
     assert len(set(first)) > 10
+
+
+def test_a_draw_is_its_own_number_of_the_stream() -> None:
+    """So that what a seed gives stays what it was."""
+    drawn_N = uniform(7, "sample", 0, 12)
+    for index in range(12):
+        total_V = _logits(index).softmax(0).cumsum(0)
+        expected = int((total_V <= float(drawn_N[index])).sum())
+        assert Sampling(1.0, seed=7)(_logits(index), index) == expected
 
 
 def test_tiny_temperatures_and_huge_logits_do_not_overflow() -> None:

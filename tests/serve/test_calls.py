@@ -114,14 +114,14 @@ def drawn(
     return ids[:-1]
 
 
-def shown(text: Tokenizer, form: CallForm, ids: list[int]) -> list[Piece]:
+def shown(text: Tokenizer, form: CallForm, ids: list[int], reason: str = "stop") -> list[Piece]:
     """An answer of these tokens as it is told, one by one."""
 
     async def told() -> AsyncGenerator[Piece, None]:
         stream = text.stream()
         for one in ids:
             yield Piece(stream.push(one), (Token(one),))
-        yield Piece(stream.finish(), (), "stop")
+        yield Piece(stream.finish(), (), reason)
 
     async def every() -> list[Piece]:
         return [one async for one in calling(told(), text, form)]
@@ -165,6 +165,9 @@ def test_what_is_said_before_is_said(words: Tokenizer) -> None:
             pieces = shown(words, form, words.encode(said))
             text = "".join(one.text for one in pieces)
             assert list(pieces[-1].calls) == [Call("now", "{}")] * calls
+            assert pieces[-1].reason == ("tool_calls" if calls else "stop")
+            cut = shown(words, form, words.encode(said), "length")[-1]
+            assert cut.calls == pieces[-1].calls and cut.reason == "length"
             assert text == (said if form.begin not in said else begin)
             assert sum(len(one.tokens) for one in pieces) == len(words.encode(said))
     form = form_of(template(BARE))

@@ -237,9 +237,25 @@ def test_drafts_change_nothing(name: str) -> None:
     model, some = model_of(name), asks()
     alone = [told(model, [ask], ROOM)[0] for ask in some]
     ends = frozenset({alone[0][4].id})
+    whole = [one.id for one in alone[0]]
     some[0], alone[0] = replace(some[0], stop=ends), until(alone[0], ends)
     for room, drafter in ((ROOM, Lookup), (replace(ROOM, pages=14, budget=9), Guess)):
         assert told(model, some, room, drafter=drafter) == alone
+    text = [*some[0].ids, *whole]
+    assert told(model, some[:1], ROOM, drafter=lambda: Knows(text)) == alone[:1]
+
+
+class Knows:
+    """Drafts what will come, and what would come behind its end."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self.text = text
+
+    def propose(self, ids: Sequence[int], most: int) -> Sequence[int]:
+        return self.text[len(ids) :][:most]
+
+    def judged(self, proposed: int, accepted: int) -> None:
+        pass
 
 
 def until(tokens: list[Token], ends: frozenset[int]) -> list[Token]:
@@ -457,10 +473,19 @@ def test_of_equally_likely_tokens_the_lowest_are_told() -> None:
                    for i, value in found.tops)  # fmt: skip
 
 
-def test_a_long_text_that_is_looked_at_holds_up_nobody() -> None:
-    """Whoever draws has a token behind each slice of it."""
-    model, order, found = model_of("llama"), list[str](), list[Tensor]()
-    with paused(model, replace(ROOM, budget=5)) as engine:
+@pytest.mark.parametrize("promised", [None, 0.0325])
+def test_a_long_text_that_is_looked_at_holds_up_nobody(promised: float | None) -> None:
+    """Whoever draws has a token behind each slice of it, which is as long as a step may be, and
+    goes on as if alone."""
+    config = {**SMALL, "model_type": "gla", "num_key_value_heads": 4}
+    model = Model(build(parse(config), seed=3, dtype=torch.float64))
+    order, found = list[str](), list[Tensor]()
+    room = replace(ROOM, budget=5)
+    if promised is not None:  # a step of all its tokens takes longer than that
+        room = replace(ROOM, slo=Slo(tpot=promised))
+    with paused(model, room) as engine:
+        engine.line.drift.take = lambda times: None  # type: ignore[method-assign]
+        beside = threading.Thread(target=engine.look, args=([3] * 23, False, found.append))
         feed, look = engine.steps.feed, engine.steps.look
 
         def fed(*step: Any) -> None:
@@ -471,17 +496,21 @@ def test_a_long_text_that_is_looked_at_holds_up_nobody() -> None:
             order.append("slice")
             return look(*part)
 
+        def draw(logits_V: Tensor, index: int) -> int:
+            if index == 1:
+                beside.start()
+                while not engine.line.beside:
+                    pass
+            return Sampling()(logits_V, index)
+
         engine.steps.feed, engine.steps.look = fed, seen  # type: ignore[method-assign]
-        told = Told()
-        engine.submit(Ask((1, 2), 12, Sampling()), told)
-        beside = threading.Thread(target=engine.look, args=([3] * 23, False, found.append))
-        beside.start()
-        while not engine.line.beside:
-            pass
-        engine.start()
+        (told,) = answered(engine, [ask := Ask((1, 2), 12, draw, tops=0)])
         beside.join()
-        told.wait()
-        assert order[:10] == ["slice", "step"] * 5 and engine.line.beside == 0
+        plainly(model, ask, told, 1e-10)
+        slices = order.count("slice")
+        assert order[2 : 2 * slices + 2] == ["slice", "step"] * slices and engine.line.beside == 0
+        lengths = [len(one) for one in found]
+        assert lengths == [5, 5, 5, 5, 3] if promised is None else 1 < len(lengths) < 5
         assert engine.line.pages.left == engine.room.pages
     with torch.no_grad():
         torch.testing.assert_close(torch.cat(found), model(torch.tensor([3] * 23)))
@@ -489,6 +518,8 @@ def test_a_long_text_that_is_looked_at_holds_up_nobody() -> None:
 
 def test_what_cannot_be_served_is_refused_before_it_waits() -> None:
     model = model_of("llama")
+    with paused(model, replace(ROOM, pages=5)) as engine:  # fewer than a context has
+        assert engine.limit == 20
     with paused(model, replace(ROOM, queue=10)) as engine:
         for ids, new, words in (
             ((), 1, "no tokens"),
@@ -633,6 +664,8 @@ def test_many_texts_at_once(tmp_path: Path) -> None:
         assert e.engine.line.counts.drawn < drawn + 20  # nothing is drawn behind it
         with pytest.raises(OutsizeError, match="2 samplings for 1 prompts"):
             e.generate(["one"], 8, [Sampling(), Sampling()])
+        with pytest.raises(OutsizeError, match="prompt is 5; expected a text, or token ids"):
+            e.generate([5, 6], 8)  # type: ignore[list-item]
         with pytest.raises(OutsizeError, match="prompts is 'one'; expected a list"):
             e.generate("one", 8)
     with pytest.raises(OutsizeError, match="is closed"), e:

@@ -68,6 +68,13 @@ def test_what_each_feeds(policy: str, fed: dict[int, int]) -> None:
     assert drawing == {0: 1, 3: 1}
 
 
+def test_fair_counts_a_prompt_that_is_under_way() -> None:
+    """Its owner's next one comes behind another's, though it came before that."""
+    under = Waiting(0, 40, owner="a")
+    queue = [Waiting(1, 5, owner="a"), Waiting(2, 5, owner="b")]
+    assert list(POLICIES.get("fair")(view((), queue, [under]))) == [0, 2, 1]
+
+
 def test_fixed_is_as_many_tokens_as_bring_something() -> None:
     """The fewest whose tokens a second are within a tenth of the most that was timed."""
     points = np.arange(1, 65)
@@ -313,6 +320,24 @@ def test_what_the_front_end_took_is_counted() -> None:
     with pytest.raises(Full) as full:
         line.add(replace(ask(60, 4), came=wait - 1.001), lambda _: None)
     assert full.value.wait == pytest.approx(0.001)
+
+
+def test_who_is_interrupted_waits_with_all_tokens() -> None:
+    now = [0.0]
+    line = Line(replace(ROOM, pages=8), POLICIES.get("mixed"), False, clock=lambda: now[0])
+    key = line.add(ask(10, 9), lambda _: None)
+    for _ in range(3):
+        go(line, now)
+    line.lent(30)
+    assert line.queue.tokens == len(line.requests[key].ids) == 13
+
+
+def test_texts_that_are_looked_at_wait_in_the_queue_too() -> None:
+    line = Line(replace(ROOM, queue=100), POLICIES.get("mixed"), False, clock=lambda: 0.0)
+    line.beside = 60
+    line.refuse_if_full(40)
+    with pytest.raises(Full, match="60 tokens wait in the queue, which holds 100"):
+        line.refuse_if_full(41)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import stat
@@ -61,7 +62,8 @@ class Guard:
         except _Refused as error:
             await _say(send, error.status_code, error.detail)
             return
-        await self._app(scope, _bounded(receive), send)
+        with contextlib.suppress(asyncio.CancelledError):  # a second signal has ended the server
+            await self._app(scope, _bounded(receive), send)
 
     def _known(self, path: str, said: bytes) -> None:
         if not self._keys or path in OPEN:
