@@ -98,10 +98,12 @@ def seconds(tokens: int) -> dict[str, float]:
     return best
 
 
+# What is not said the planner says: within a budget it would take chunks by itself.
 ADOPTED: dict[str, dict[str, int]] = {
-    "all logits": {},
-    "chunks of logits": {"loss_chunk": LOGITS},
+    "all logits": {"loss_chunk": 0, "sequence_chunk": 0},
+    "chunks of logits": {"loss_chunk": LOGITS, "sequence_chunk": 0},
     "chunks": {"loss_chunk": LOGITS, "sequence_chunk": CHUNK},
+    "the planner's own": {},
 }
 
 

@@ -192,6 +192,14 @@ def plain(
     return losses_C.sum() * factor
 
 
+def by_token(logits_CV: Tensor, targets_C: Tensor, options: LossOptions = PLAIN) -> Tensor:
+    """Each token's loss, 0 where there is no target. Logits, at least float32, are written over."""
+    here_C = targets_C != IGNORE
+    index_C1 = targets_C.masked_fill(~here_C, 0).unsqueeze(1)
+    seen = _look(logits_CV, index_C1, here_C, options.label_smoothing > 0.0, None)
+    return losses(seen, options)[0].masked_fill(~here_C, 0.0)
+
+
 def weighed(losses_C: Tensor, targets: Targets, loss: Loss | None) -> tuple[Tensor, Tensor]:
     """Losses as they are summed, and what each token's gradient of the cross-entropy is times."""
     counted_C = (targets.ids_T != IGNORE).to(losses_C.dtype)  # not bool: bool * float: fp32

@@ -68,6 +68,14 @@ def mean(output, batch):
     return F.cross_entropy(logits, labels)
 
 
+def smoothed(output, batch):
+    """A token of one's own for no target, smoothing."""
+    logits = output.logits[:, :-1].flatten(0, 1)
+    labels = batch["labels"][:, 1:].flatten()
+    labels = labels.masked_fill(labels == -100, 7)
+    return F.cross_entropy(logits, labels, ignore_index=7, label_smoothing=0.1)
+
+
 def weighted(output, batch):
     """A sum of losses with weights, of somebody's own."""
     logits, labels = output.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
@@ -127,6 +135,7 @@ CASES = {
     **{name: (name, mean, False, IN_CHUNKS) for name in MODELS},
     "the class's own loss": ("gpt2", own, False, IN_CHUNKS),
     "padded": ("llama", mean, True, IN_CHUNKS),
+    "smoothed": ("llama", smoothed, False, IN_CHUNKS),
     "weighted": ("llama", weighted, False, IN_CHUNKS),
     "preferred": ("llama", preferred, False, IN_CHUNKS),
     "capped": ("gpt2", capped, False, {"loss_chunk": 5}),
@@ -173,6 +182,33 @@ def test_less_memory_as_predicted():
     whole, logits, both = peak(), peak(loss_chunk=16), peak(loss_chunk=16, sequence_chunk=64)
     assert whole - logits > 2 * 512 * 512 * 4
     assert logits - both > 512 * (24 + 2 * 32) * 4  # of a block: hidden states and two of its MLP
+
+
+def test_logits_are_there_once():
+    """They become their gradient in place, where the class computes with float32."""
+    few, many = peak(loss_chunk=16), peak(loss_chunk=256)
+    assert many - few < 1.5 * (256 - 16) * 512 * 4
+
+
+def test_the_pass_of_single_precision():
+    torch.manual_seed(1)
+    model = llama().train()
+    before = dict(model.named_parameters())
+    _, whole, _ = trained(model, own, [sample(0)])
+    _, chunks, _ = trained(model, own, [sample(0)], loss_chunk=9)
+    for name, weight in whole.items():
+        moved = (weight - before[name]).detach()
+        far = (chunks[name] - weight).detach().abs().max()
+        assert float(far) <= 1e-3 * float(moved.abs().max()), name
+
+
+def test_a_target_that_is_no_token_is_refused():
+    torch.manual_seed(1)
+    job = prepare(llama(), "adamw", loss_chunk=9, loss=mean)
+    batch = sample(0)
+    batch["labels"][1, 5] = VOCAB
+    with pytest.raises(OutsizeError, match="target 40 is no token of a vocabulary of 40"):
+        job.step(batch)
 
 
 def test_a_budget_alone_asks_for_chunks():

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from outsize.errors import OutsizeError
-from outsize.runtime.adopted.asked import Each, Finish, Work, in_chunks
+from outsize.runtime.adopted.asked import Cast, Each, Entropy, Finish, Work, in_chunks
 from outsize.runtime.casts import Casts
 from outsize.torch_private import (
     DisableTorchFunction,
@@ -184,11 +184,7 @@ def _cast(
     found = func(probe, *args, **kwargs)
     if found.device != probe.device or not found.is_floating_point():
         return None
-    return _further(linear, partial(_to, found.dtype))
-
-
-def _to(dtype: torch.dtype, x: Tensor) -> Tensor:
-    return x.to(dtype)
+    return _further(linear, Cast(found.dtype))
 
 
 def _with(func: Callable[..., Tensor], args: Any, kwargs: Any, x: Tensor) -> Tensor:
@@ -261,11 +257,13 @@ def _entropy(linear: Linear, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     old = given["size_average"] is not None or given["reduce"] is not None
     if linear.x.ndim != 2 or target.ndim != 1 or target.is_floating_point() or old:
         return None
-    each = partial(
-        F.cross_entropy, weight=weight, ignore_index=ignored, reduction="none",
-        label_smoothing=given["label_smoothing"],
-    )  # fmt: skip
-    losses_T = linear.asked(target, each)
+    finish: Finish = Entropy(ignored, given["label_smoothing"])
+    if weight is not None:
+        finish = partial(
+            F.cross_entropy, weight=weight, ignore_index=ignored, reduction="none",
+            label_smoothing=given["label_smoothing"],
+        )  # fmt: skip
+    losses_T = linear.asked(target, finish)
     if given["reduction"] == "none":
         return losses_T
     if given["reduction"] == "sum":
