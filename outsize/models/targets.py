@@ -113,7 +113,7 @@ def chosen(
                 )
             done.add(name)
             yield part.key, name, make(shown(name), every[name])
-    if not done:
+    if parts and not done:
         keys = " and ".join(part.key for part in parts)
         raise OutsizeError(
             f"{keys}: no layer is named; expected {ALL}, or {some(map(shown, every))}"

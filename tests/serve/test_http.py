@@ -266,7 +266,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str | None, str]] = {
     "half a pair": ("completions", {"prompt": "\ud800"}, 400, None, "not UTF-8"),
     "half a pair in a chat": (
         "chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, 400, None,
-        "not UTF-8",
+        "half a surrogate pair",
     ),
     "likeliest tokens of nothing": (
         "chat/completions", {"messages": HELLO, "top_logprobs": 2}, 400, "top_logprobs",

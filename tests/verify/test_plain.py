@@ -22,7 +22,7 @@ from outsize.verify import Adopted, verify
 from outsize.verify.compare import compare
 from outsize.verify.naive import Walk, loss_of, walks_of
 from outsize.verify.plain import Recipe, Step, train
-from outsize.verify.planned import Kept
+from outsize.verify.planned import kept
 from outsize.verify.updates import updater
 
 
@@ -86,7 +86,7 @@ def test_muon_is_torchs(shape, scale):
 
 def test_an_optimizer_without_a_twin_is_played_by_its_own_update():
     weight, grown = (torch.ones(2, 2, dtype=torch.float64) for _ in range(2))
-    own, theirs = (updater(x, {"w": weight}, frozenset()) for x in (Kept(SGD(1e-2)), SGD(1e-2)))
+    own, theirs = (updater(x, {"w": weight}, frozenset()) for x in (kept(SGD(1e-2)), SGD(1e-2)))
     weight.grad = grown
     own(0.5)
     moved = weight.clone()
