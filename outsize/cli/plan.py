@@ -56,11 +56,17 @@ def plan(
 ) -> None:
     """Predict a run: TARGET is its file (YAML), a preset, or a Hugging Face directory; or, with
     --prompt-tokens, what `outsize generate` holds and takes; with --serve, `outsize serve`; with
-    --hardware, training a published model or a config.json on a cluster that is not here."""
+    --hardware, training or serving a published model or a config.json on a cluster that is not
+    here."""
     from outsize.train.resolve import as_sets, is_file, values_of
 
     if model is not None and target is not None and not is_file(target):
         refuse_unused(ctx, ("target",), f"--model {model}, which is a model too")
+    if elsewhere.hardware is not None and served.serve:
+        from outsize.cli.served_elsewhere import show as show_there
+
+        show_there(ctx, model or target, served, elsewhere, places, as_json)
+        return
     if elsewhere.hardware is not None:
         refuse_unused(ctx, NAMES, "--hardware, which has no part of it")
         elsewhere.plan(ctx, model or target, sets, places, out, as_json)

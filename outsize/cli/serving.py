@@ -92,10 +92,10 @@ def show(name: str | None, said: Serving, places: Mapping[str, Any], as_json: bo
     from outsize.serve.traffic import candidates, check, most, ways, why
 
     slo = NONE if said.slo is None else parse_slo(said.slo)
-    policies, arrivals = candidates(said.policy, slo), _arrivals(said, PROMPT + OUTPUT)
+    policies, arrivals = candidates(said.policy, slo), arrivals_of(said, PROMPT + OUTPUT)
     plan = _planned(name, said, slo, places)
     if said.traffic is None:
-        arrivals = _arrivals(said, plan.room.context)
+        arrivals = arrivals_of(said, plan.room.context)
     check(arrivals, plan.room)
     tried = ways(plan.room, arrivals, policies, said.step is None)
     best = _whole(plan.room, arrivals, tried[0])
@@ -134,7 +134,7 @@ def _planned(name: str | None, said: Serving, slo: Slo, places: Mapping[str, Any
     return planned(described(name, coded), wanted, limit, mesh, dtype)
 
 
-def _arrivals(said: Serving, context: int) -> list[Arrival]:
+def arrivals_of(said: Serving, context: int) -> list[Arrival]:
     """context: tokens that a request may have, by which what is not said may be less."""
     from outsize.errors import OutsizeError
     from outsize.serve.traffic import steady, traffic_in

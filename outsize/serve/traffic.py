@@ -162,18 +162,19 @@ def ways(
     by the seconds to the first token and the next, at p99. smaller: steps of fewer tokens are tried
     too."""
     some = arrivals[:_TRIED]
-
-    def worth(way: Way) -> tuple[bool, float, float]:
-        found = way.outcome
-        late = found.ttft[1] * max(found.tpot[1], 1e-9)
-        return not found.keeps(room.slo), -round(found.within, 2), late
-
     found, parts = list[Way](), _BUDGETS if smaller else (1,)
     for policy in policies:
         for budget in dict.fromkeys(max(1, room.budget // part) for part in parts):
             played = play(replace(room, budget=budget), chosen(policy, room.slo), some)
             found.append(Way(policy, budget, outcome(played, room.slo)))
-    return sorted(found, key=worth)
+    return sorted(found, key=lambda way: worth(way, room.slo))
+
+
+def worth(way: Way, slo: Slo) -> tuple[bool, float, float]:
+    """Less is better."""
+    found = way.outcome
+    late = found.ttft[1] * max(found.tpot[1], 1e-9)
+    return not found.keeps(slo), -round(found.within, 2), late
 
 
 def candidates(policy: str | None, slo: Slo) -> tuple[str, ...]:
