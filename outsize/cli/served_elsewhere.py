@@ -94,7 +94,6 @@ def _tensor(mesh: str | None) -> int | None:
 
 def _print(what: str, found: Found, slo: Slo, top: int) -> None:
     from outsize.memory import format_bytes
-    from outsize.serve.slo import shown
     from outsize.serve.traffic import why
 
     best, *others = found.divided
@@ -104,10 +103,7 @@ def _print(what: str, found: Found, slo: Slo, top: int) -> None:
         f" {format_bytes(int(best.cache))} of cache, pages for"
         f" {best.room.pages * best.room.page:,} tokens of each copy"
     )
-    click.echo(
-        f"predicted: to the first token {shown(made.ttft[0])} at p50, {shown(made.ttft[1])} at p99;"
-        f" to the next {shown(made.tpot[0])} and {shown(made.tpot[1])}"
-    )
+    click.echo(f"predicted: {made}")
     kept = f"within {slo}: {made.within:.1%} of the requests; " if slo else ""
     click.echo(f"{kept}up to {found.bears:.3g} requests a second in all")
     for other in others[: top - 1]:

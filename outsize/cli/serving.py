@@ -170,17 +170,14 @@ def _at_once(room: Room, arrivals: list[Arrival]) -> int:
 
 def _print(plan: Served, arrivals: list[Arrival], best: Way, bears: float) -> None:
     from outsize.errors import counted
-    from outsize.serve.slo import shown
 
     found, slo = best.outcome, plan.room.slo
     for line in plan.lines():
         click.echo(line)
     click.echo(
         f"predicted for {counted(len(arrivals), 'request', ',')}, up to"
-        f" {_at_once(plan.room, arrivals)} of them at once, {best}: to the first token"
-        f" {shown(found.ttft[0])} at p50, {shown(found.ttft[1])} at p99; to the next"
-        f" {shown(found.tpot[0])} and {shown(found.tpot[1])}; {found.rate:.3g} requests and"
-        f" {found.tokens:,.0f} new tokens a second"
+        f" {_at_once(plan.room, arrivals)} of them at once, {best}: {found};"
+        f" {found.rate:.3g} requests and {found.tokens:,.0f} new tokens a second"
     )
     if slo:
         click.echo(

@@ -92,7 +92,7 @@ def placed(
                 raise OutsizeError(f"{place.key}: {name} is named twice; expected each once")
             done.add(name)
             yield name, place.make(*sizes)
-    if not done:
+    if places and not done:
         raise OutsizeError(
             f"{' and '.join(one.key for one in places)}: no branch is named; expected some of"
             f" {some(every)}"

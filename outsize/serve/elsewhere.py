@@ -10,16 +10,15 @@ in turn. Pipelines, and prompts and tokens on workers of their own, are not amon
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outsize.errors import OutsizeError, counted
 from outsize.foresight.shape import Shape
 from outsize.hardware.cluster import Group
-from outsize.memory.sizes import format_bytes
 from outsize.serve.asks import Room
 from outsize.serve.described import Served
 from outsize.serve.played import Arrival
-from outsize.serve.published import KEPT, LATER, PAGE
+from outsize.serve.published import LATER, room_of
 from outsize.serve.slo import Slo
 from outsize.serve.traffic import Way, check, most, ways, worth
 
@@ -107,23 +106,15 @@ def _divided(
     tensor: int,
     coming: Callable[[int], Sequence[Arrival]],
 ) -> Divided:
-    if tensor > group.node or group.node % tensor:
+    if group.node % tensor:
         raise OutsizeError(f"a node has {counted(group.node, 'device')}, which it does not divide")
     if shape.heads % tensor:
         raise OutsizeError(f"it does not divide {counted(shape.heads, 'head')}")
     served = Served(shape, group, tensor, wanted.precision, *LATER)
-    whole = KEPT * group.device.memory_bytes if wanted.most is None else wanted.most
-    pages = int((whole - served.weights) / (served.cached * PAGE))
-    if pages < 1:
-        raise OutsizeError(
-            f"weights of {format_bytes(int(served.weights))} leave no room for a cache in"
-            f" {format_bytes(int(whole))}"
-        )
-    held = pages * PAGE
-    room = Room(
-        pages, PAGE, wanted.requests, wanted.step, 1 << 40, min(held, wanted.context or held),
-        served.price(), wanted.slo,
-    )  # fmt: skip
+    room = room_of(served, wanted.step, wanted.most)
+    held = room.context
+    context = min(held, wanted.context or held)
+    room = replace(room, slots=wanted.requests, slo=wanted.slo, context=context)
     copies = group.count // tensor
     mine = coming(copies)
     check(mine, room)

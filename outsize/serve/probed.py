@@ -88,7 +88,8 @@ def probed(
 
 def _gather(model: Decoder) -> None:
     """Its weights come to lie in huge pages, where steps read them a sixth faster."""
-    here = (x for x in model.parameters() if x.device == HOST)
+    # Of a weight that is elsewhere there is one element here, which stands for all.
+    here = (x for x in model.parameters() if x.device == HOST and x.is_contiguous())
     gather_huge((x.data_ptr(), x.nbytes) for x in here)
 
 

@@ -20,6 +20,7 @@ from outsize.foresight.named import published
 from outsize.foresight.runs import cells, cluster_of, data, device_named
 from outsize.foresight.score import rank_correlation
 from outsize.foresight.shape import Shape, read_shape
+from outsize.memory.sizes import format_bytes
 from outsize.serve.asks import Room
 from outsize.serve.described import Served
 from outsize.serve.played import play
@@ -171,7 +172,7 @@ def _feeding(version: re.Match[str] | None, served: Served, model: str) -> tuple
     if _later(version):
         return "mixed", 2048
     made = next((most for name, most in CONTEXTS.items() if name in model.lower()), LONG)
-    held = _pages(served) * PAGE
+    held = _pages(served, _kept(served)) * PAGE
     if LONG < made <= held:
         return "mixed", 512
     return "prompt-first", max(2048, min(LONG, held))
@@ -217,18 +218,26 @@ def _forecast(asked: Asked) -> Forecast:
     return Forecast(asked, ttft, tpot, ttft + tpot * (asked.output - 1))
 
 
-def room_of(served: Served, budget: int) -> Room:
-    """Pages in what the weights leave of the memory that is kept for both."""
-    pages = _pages(served)
+def room_of(served: Served, budget: int, memory: float | None = None) -> Room:
+    """Pages in what the weights leave of the memory that is kept for both, or of so many bytes."""
+    memory = _kept(served) if memory is None else memory
+    pages = _pages(served, memory)
     if pages < 1:
-        raise OutsizeError(f"weights of {served.weights:.3g} bytes leave no room for a cache")
+        raise OutsizeError(
+            f"weights of {format_bytes(int(served.weights))} leave no room for a cache in"
+            f" {format_bytes(int(memory))}"
+        )
     return Room(pages, PAGE, SLOTS, budget, 1 << 40, pages * PAGE, served.price())
 
 
-def _pages(served: Served) -> int:
+def _kept(served: Served) -> float:
+    """Bytes of a device for weights and pages."""
+    return KEPT * served.machines.device.memory_bytes
+
+
+def _pages(served: Served, memory: float) -> int:
     """Less than one where the weights leave no room."""
-    free = KEPT * served.machines.device.memory_bytes - served.weights
-    return int(free / (served.cached * PAGE))
+    return int((memory - served.weights) / (served.cached * PAGE))
 
 
 def score(rows: Sequence[Forecast]) -> Score:

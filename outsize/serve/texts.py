@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
-from functools import partial
+from functools import cached_property, partial
 from queue import SimpleQueue
 
 from outsize.data.tokenizer import Tokenizer
@@ -142,10 +142,14 @@ class TextEngine:
     def embed(self, prompts: Sequence[Prompt], pooling: Pooling | None = None) -> list[list[float]]:
         """A vector of each text, of what the head would multiply; how, the model's directory says
         where nobody does. Texts get what the tokenizer puts around them."""
-        if pooling is None:
-            pooling = PLAIN if self._model.origin is None else pooling_in(self._model.origin)
+        pooling = self._pooling if pooling is None else pooling
         texts = [self._known().framed(p) if isinstance(p, str) else ids_of(p) for p in prompts]
         return [pooling.vector(self.engine, ids).tolist() for ids in texts]
+
+    @cached_property
+    def _pooling(self) -> Pooling:
+        """What the model's directory says, if it has one."""
+        return PLAIN if self._model.origin is None else pooling_in(self._model.origin)
 
     def _shown(self, stop: Collection[str]) -> Callable[[int | None], bool]:
         """What is told tokens as they come; says whether one of these strings has."""

@@ -109,6 +109,12 @@ class Outcome:
     interrupted: int
     steps: int
 
+    def __str__(self) -> str:
+        return (
+            f"to the first token {shown(self.ttft[0])} at p50, {shown(self.ttft[1])} at p99; to the"
+            f" next {shown(self.tpot[0])} and {shown(self.tpot[1])}"
+        )
+
     def keeps(self, slo: Slo) -> bool:
         """Whether 99 of a hundred first tokens, and of further ones, came in time; who was refused
         had none."""

@@ -73,6 +73,20 @@ def test_weights_lie_where_steps_will_read_them_before_any_is_timed(machine, mon
         moved.clear()
 
 
+def test_what_stands_for_weights_elsewhere_is_not_moved(machine, monkeypatch) -> None:
+    """Its bytes are not there: what lies behind it in memory is somebody else's."""
+    moved: list[tuple[int, int]] = []
+    monkeypatch.setattr(probing, "gather_huge", moved.extend)
+    model = build(parse(MODEL), 0)
+    here = [x for x in model.blocks[0].parameters()]
+    for block in list(model.blocks)[1:]:
+        for x in block.parameters():
+            x.data = x.data.new_zeros(()).expand(x.shape)
+    probing.probed(model, (0, 1, len(model.blocks) + 1), 64, 128)
+    others = [*model.prologue.parameters(), *model.epilogue.parameters()]
+    assert set(moved) == {(x.data_ptr(), x.nbytes) for x in (*here, *others)}
+
+
 def test_another_step_context_or_type_is_timed_anew(machine) -> None:
     model = build(parse(MODEL), 0)
     first = priced(model, 64, 128)

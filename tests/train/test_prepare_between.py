@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from normalised import Net, batches, loss
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,32 +15,6 @@ import outsize
 from outsize import OutsizeError
 from outsize.models.build import build
 from outsize.models.families import parse
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(2)
-        )
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x).relu()
-        return self.head(x)
-
-
-def loss(output, given):
-    return F.cross_entropy(output, given[1])
-
-
-def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    made = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(8, 6, generator=made).double(), torch.randint(0, 3, (8,), generator=made))
-        for _ in range(count)
-    ]
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Module:

@@ -32,8 +32,8 @@ class Changes:
 
     def follow(self, job: Job) -> Job:
         """The job, going on from those that have been changed. OutsizeError where it cannot."""
-        before = self._seen
-        names = {n for n, p in job.owners.items() if before.get(n, _now(p)) != _now(p)}
+        seen = self._seen
+        names = {n for n, p in job.owners.items() if seen.get(n) not in (None, _now(p))}
         if names:
             _take(job, names)
             self.note(job)
