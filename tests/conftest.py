@@ -170,12 +170,12 @@ def timed_once(monkeypatch: pytest.MonkeyPatch, known_times: dict[str, Any]) -> 
     module = importlib.import_module("outsize.simulate.calibrate")  # not the function of its name
     plain, clock = module.timed, time.perf_counter
 
-    def timed(chosen: Any, recipe: Any, batch_of: Any, here: Any, device: str = "cpu") -> Any:
+    def timed(chosen: Any, recipe: Any, batch_of: Any, here: Any, *rest: Any) -> Any:
         if time.perf_counter is not clock:
-            return plain(chosen, recipe, batch_of, here, device)
-        key = repr((chosen, recipe, device, here.stores.keys(), here.world.mesh))
+            return plain(chosen, recipe, batch_of, here, *rest)
+        key = repr((chosen, recipe, rest, here.stores.keys(), here.world.mesh))
         if key not in known_times:
-            known_times[key] = plain(chosen, recipe, batch_of, here, device)
+            known_times[key] = plain(chosen, recipe, batch_of, here, *rest)
         return known_times[key]
 
     monkeypatch.setattr(module, "timed", timed)

@@ -33,6 +33,7 @@ Segments = tuple[tuple[str, tuple[str, ...]], ...]
 # Radford et al., 2019, section 2.3: projections into the residual stream start 1/sqrt(of how many
 # there are) smaller. The other families' code at Hugging Face does not do this.
 SCALED_BY_DEPTH = frozenset({"gpt2"})
+REPEATED = 1 << 20  # numbers of a large parameter that are drawn where its values change nothing
 
 
 def build(
@@ -194,6 +195,24 @@ def initial_draw(
 
     def written(name: str, out: Tensor) -> None:
         write_initial(initial[name], out, seed, name)
+
+    return coded_draw(model, draw)
+
+
+def repeated_draw(model: Decoder, seed: int) -> Callable[[str, Tensor], None]:
+    """Writes values like initial ones by parameter name, for who asks how long work takes: of a
+    large parameter a million drawn ones, time after time."""
+    initial = {weight_of(name): start for name, start in initial_values(model)}
+
+    def draw(name: str, out: Tensor) -> None:
+        if out.numel() <= REPEATED or not initial[name].std:
+            write_initial(initial[name], out, seed, name)
+            return
+        flat = out.view(-1)
+        drawn = flat[:REPEATED]
+        write_initial(initial[name], drawn, seed, name)
+        for piece in flat[REPEATED:].split(REPEATED):
+            piece.copy_(drawn[: len(piece)])
 
     return coded_draw(model, draw)
 

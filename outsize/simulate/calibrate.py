@@ -16,13 +16,15 @@ from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from statistics import mean
 
+import torch
+
 from outsize import accelerator
-from outsize.collectives.world import told
+from outsize.collectives.world import World, told
 from outsize.data import Batch
 from outsize.memory.allocator import meter
 from outsize.memory.ledger import OverBudget
 from outsize.memory.store import Store
-from outsize.models.build import build
+from outsize.models.build import repeated_draw, shells
 from outsize.models.config import DecoderConfig
 from outsize.plan import DEVICE, Plan
 from outsize.runtime import Job
@@ -50,13 +52,15 @@ def calibrate(
     batch_of: Batches,
     stores_of: StoresOf,
     device: str = "cpu",
-) -> Forecast:
+    threads: Sequence[int] = (),
+) -> list[Forecast]:
     """The forecast of one worker with times measured on this machine instead of computed from
-    rates; as it is where one block of each sort does not fit the budget.
+    rates, by so many threads each (none: those that are set; the last stay set); as it is where one
+    block of each sort does not fit the budget.
 
     batch_of(rows): real rows, for their documents decide what attention costs. stores_of: the tiers
     below of a plan that rests so many bytes on them. Holds one block of each sort, the prologue and
-    the epilogue with their states while it runs.
+    the epilogue with their states while it runs, where the run itself would hold them.
     """
     chosen = blocks(made.plan, config)
     resting = below(made.placements[0], {}, {chosen.stands.index(i) for i in set(chosen.stands)})
@@ -66,10 +70,10 @@ def calibrate(
             kept = accelerator.reserved(where)
             ledger = None if budget is None else meter(where, budget, reserved=kept)
             here = Here(ledger=ledger, stores=stores)
-            times = timed(chosen, recipe, batch_of, here, device)
+            times = timed(chosen, recipe, batch_of, here, device, threads)
     except OverBudget:
-        return made
-    return retimed(made, chosen, times)
+        return [made] * max(1, len(threads))
+    return [retimed(made, chosen, each) for each in times]
 
 
 def blocks(plan: Plan, config: DecoderConfig) -> Sample:
@@ -90,17 +94,46 @@ def blocks(plan: Plan, config: DecoderConfig) -> Sample:
     return replace(chosen, plan=replace(chosen.plan, stages=tuple(stages), stream=stream))
 
 
+def portion(made: Forecast, chosen: Sample) -> float:
+    """The part of the actions of a step, in predicted seconds, that its sample has."""
+    first = {chosen.stands.index(place) for place in range(len(chosen.plan.stages))}
+    parts = [
+        sum(stage.first <= i < stage.last for i in first) / (stage.last - stage.first)
+        for stage in made.plan.stages
+    ]
+    whole = part = 0.0
+    for event in made.trace.events:
+        seconds = event.end - event.start
+        whole += seconds
+        part += seconds * (1.0 if event.stage == WHOLE else parts[event.stage])
+    return part / whole if whole else 1.0
+
+
 def timed(
-    chosen: Sample, recipe: Recipe, batch_of: Batches, here: Here, device: str = "cpu"
-) -> Times:
-    """Seconds of the actions of a sample's step: of an update, of all its parts; of NORM, of one
-    parameter. Every worker of the plan calls it, and all have the same."""
+    chosen: Sample,
+    recipe: Recipe,
+    batch_of: Batches,
+    here: Here,
+    device: str = "cpu",
+    threads: Sequence[int] = (),
+) -> list[Times]:
+    """Seconds of the actions of a sample's step, by so many threads each: of an update, of all its
+    parts; of NORM, of one parameter. Every worker of the plan calls it, and all have the same."""
     plan, world = chosen.plan, here.world
     start, stop = plan.rows_at(plan.mesh.rows_index(world.rank))
-    model = build(chosen.config, seed=0, device=device)
-    with closing(make_job(NativeModel(model), plan, recipe, here)) as job:
+    model = shells(chosen.config, torch.float32, device)
+    made = NativeModel(model, fill=repeated_draw(model, seed=0))
+    every = list[Sequence[dict[Name, float]]]()
+    with closing(make_job(made, plan, recipe, here)) as job:
         numel = sum(chunk.table.numel for chunk in job.chunks)
-        steps = _steps(job, batch_of(stop - start))
+        for count in threads or (torch.get_num_threads(),):
+            torch.set_num_threads(count)
+            every.append(_steps(job, batch_of(stop - start)))
+    return [_told(world, steps, numel) for steps in every]
+
+
+def _told(world: World, steps: Sequence[dict[Name, float]], numel: int) -> Times:
+    """What all workers agree on, of the steps of each."""
     names = sorted(steps[0])
     said = told(world, [step[name] for step in steps for name in names])
     found = {

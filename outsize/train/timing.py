@@ -27,8 +27,7 @@ from outsize.plan import DISK, FILES, Plan, from_yaml, to_yaml
 from outsize.runtime.method import method_of
 from outsize.runtime.recipe import Here
 from outsize.schedule import Kind
-from outsize.simulate import Forecast
-from outsize.simulate.calibrate import Times, blocks, calibrate, retimed, timed
+from outsize.simulate.calibrate import Times, blocks, calibrate, portion, retimed, timed
 from outsize.simulate.shared_cores import ROUNDS, on_cores, paces
 from outsize.simulate.trial import lasts
 from outsize.simulate.worker_profile import COUNTED, TURNS, WARM, Durations, durations, work
@@ -54,7 +53,9 @@ def calibrated(setup: Setup, stream: TrainStream, worker_group: WorkerGroup) -> 
     plan, made = setup.plan, setup.forecast
     set_heap(plan)
     special = not method_of(plan.approximate).rehearsed
-    trial = lasts(made.seconds / plan.microbatches)
+    whole = special or made.ranks
+    sampled = 1.0 if whole else portion(made, blocks(plan, setup.subject.config))
+    trial = lasts(made.seconds / plan.microbatches * sampled)
     # What streams may not fit all at once; jobs of other kinds do other things in a step.
     if plan.mesh.size > 1 and not (made.below or special):
         if made.ranks and not _takes_long(setup):
@@ -85,30 +86,27 @@ def _has_room(setup: Setup) -> bool:
 
 
 def _alone(setup: Setup, batch: Batch) -> Setup:
-    threads = setup.resolved.get("threads")
-    all_threads = _timed(setup, batch)
-    if threads == 1 or not setup.resolved.is_derived("threads"):
-        return replace(setup, forecast=all_threads)
-    torch.set_num_threads(1)
-    single = _timed(setup, batch)
-    if single.seconds < FASTER * all_threads.seconds:
-        reason = f"a step takes {single.seconds:.3g} s, with {threads} {all_threads.seconds:.3g} s"
-        resolved = setup.resolved.with_value("threads", 1, f"{DERIVED}{reason}")
-        return replace(setup, resolved=resolved, forecast=single)
-    torch.set_num_threads(threads)
-    return replace(setup, forecast=all_threads)
-
-
-def _timed(setup: Setup, batch: Batch) -> Forecast:
-    recipe = recipe_of(setup.config)
-    return calibrate(
+    """With all threads, and with one where the run leaves their number open."""
+    threads: int = setup.resolved.get("threads")
+    counts = (threads, 1) if threads > 1 and setup.resolved.is_derived("threads") else (threads,)
+    all_threads, *others = calibrate(
         setup.forecast,
         setup.subject.config,
-        recipe,
+        recipe_of(setup.config),
         lambda rows: batch.rows(0, rows),
         partial(opened, setup.tiers, device=setup.device, tell=str),  # the run itself says it
         setup.device.type,
+        counts,
     )
+    for single in others:
+        if single.seconds < FASTER * all_threads.seconds:
+            whole = all_threads.seconds
+            reason = f"a step takes {single.seconds:.3g} s, with {threads} {whole:.3g} s"
+            resolved = setup.resolved.with_value("threads", 1, f"{DERIVED}{reason}")
+            torch.set_num_threads(1)
+            return replace(setup, resolved=resolved, forecast=single)
+    torch.set_num_threads(threads)
+    return replace(setup, forecast=all_threads)
 
 
 # -- several workers -------------------------------------------------------------------------------
@@ -226,7 +224,7 @@ class Blocks(Subject):
         chosen, batch = blocks(plan, config), _Rows(**self.rows).batch()
         here = Here(worker_group.world, at=worker_group.pulse.at)
         recipe = recipe_of(resolved.config)
-        return timed(chosen, recipe, lambda count: batch.rows(0, count), here, self.device)
+        return timed(chosen, recipe, lambda count: batch.rows(0, count), here, self.device)[0]
 
 
 TRIALS = {one.__name__: one for one in (Pacing, Blocks)}

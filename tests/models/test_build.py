@@ -14,6 +14,7 @@ from torch import nn
 
 from outsize.checkpoint.hub import load
 from outsize.errors import OutsizeError
+from outsize.models import build as building
 from outsize.models.build import build, initial_fill, initial_values, materialise, segments
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
@@ -127,6 +128,17 @@ def test_an_unknown_module_with_parameters_is_refused() -> None:
     model.blocks[0].mlp.extra = nn.Linear(3, 3, device="meta")
     with pytest.raises(OutsizeError, match=r"blocks\.0\.mlp\.extra\.weight .* which declares none"):
         dict(initial_values(model))
+
+
+def test_repeated_values_are_a_models_own_time_after_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "REPEATED", 100)
+    model = build(config(), seed=3)
+    draw = building.repeated_draw(model, 3)
+    for name, x in model.named_parameters():
+        out = torch.full_like(x, math.nan)
+        draw(name, out)
+        first, size = x.detach().flatten()[:100], x.numel()
+        assert torch.equal(out.flatten(), first.repeat(-(-size // 100))[:size]), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)

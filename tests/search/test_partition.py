@@ -23,6 +23,7 @@ from outsize.hardware.hardware import Tier
 from outsize.memory.tiers import TierSpec
 from outsize.optim import AdamW
 from outsize.plan import Plan, Precision, Rest, Stage, Stream
+from outsize.runtime.making import make_job
 from outsize.runtime.recipe import Recipe
 from outsize.schedule.pipelines import Shape, make
 from outsize.schedule.place import looped, one_way, two_way
@@ -30,7 +31,8 @@ from outsize.search import PlanRequest, predict
 from outsize.search.branch_and_bound import Cost
 from outsize.search.partition import best, in_flight, partition
 from outsize.search.pipeline_cuts import costs_of
-from outsize.simulate.calibrate import calibrate
+from outsize.simulate import calibrate as calibrating
+from outsize.simulate.calibrate import blocks, calibrate, portion
 from outsize.simulate.coarse import Times, play
 from outsize.trace import Trace
 
@@ -205,7 +207,7 @@ def rows_of(rows: int) -> Batch:
 
 def timed(made):
     with memory() as stores:
-        return calibrate(made, CONFIG, Recipe(AdamW()), rows_of, lambda *_: nullcontext(stores))
+        return calibrate(made, CONFIG, Recipe(AdamW()), rows_of, lambda *_: nullcontext(stores))[0]
 
 
 def test_blocks_that_were_timed_take_the_place_of_rates():
@@ -233,6 +235,32 @@ def test_blocks_of_states_that_stream_are_timed_too():
     assert took(own, "UPDATE") != pytest.approx(took(made, "UPDATE"))
     tight = replace(made, plan=replace(made.plan, budget=1 << 12))
     assert timed(tight) is tight, "no block fits the budget"
+
+
+def test_a_sample_is_as_long_as_its_blocks_and_lies_where_the_runs_states_do(monkeypatch):
+    made = forecast_of(tuple(Stage(i, i + 1, rest=Rest("disk", "disk", "disk")) for i in range(5)))
+    events = made.trace.events
+    took = [
+        sum(e.end - e.start for e in events if e.stage in each) for each in ([2, 3], range(-1, 5))
+    ]
+    chosen = blocks(made.plan, CONFIG)
+    assert portion(made, chosen) == pytest.approx(1 - took[0] / took[1])
+    whole = forecast_of((Stage(0, 5),))
+    assert 0.3 < portion(whole, blocks(whole.plan, CONFIG)) < 1, "three of five segments"
+    sizes = list[int]()
+
+    def making(model, *words):
+        sizes.extend(x.untyped_storage().nbytes() for x in model.model.parameters())
+        return make_job(model, *words)
+
+    monkeypatch.setattr(calibrating, "make_job", making)
+    counts = (2, 1)
+    with memory() as stores:
+        one, other = calibrate(
+            made, CONFIG, Recipe(AdamW()), rows_of, lambda *_: nullcontext(stores), "cpu", counts
+        )
+    assert torch.get_num_threads() == 1 and one.seconds != other.seconds
+    assert sizes and set(sizes) == {4}, "no memory beside the job's"
 
 
 def test_a_block_that_rests_elsewhere_than_its_like_is_updated_as_rates_say():
