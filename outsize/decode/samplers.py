@@ -77,9 +77,9 @@ class Sampling:
             return likeliest
         total_V = probabilities(logits_V, self).cumsum(0)
         drawn = float(uniform(self.seed, _STREAM, index, index + 1)[0]) * float(total_V[-1])
-        # the first token whose cumulated probability is above the drawn one: never one of zero
-        token = int(torch.searchsorted(total_V, drawn, right=True))
-        return min(token, int(torch.searchsorted(total_V, total_V[-1])))  # rounded up to the total
+        # the first token whose cumulated probability is above the drawn one: never one of zero. A
+        # part of at most 1 - 2^-53 is below the whole however it is rounded
+        return int(torch.searchsorted(total_V, drawn, right=True))
 
 
 def probabilities(logits_V: Tensor, sampling: Sampling) -> Tensor:

@@ -202,7 +202,6 @@ class DiskStore:
         with self._buffer(end, part) as address:
             if part.staged:
                 end.copy(part, address, inward=True)
-                ctypes.memset(address + part.bytes, 0, rounded(part.bytes) - part.bytes)
                 self._note(place, part, address)
             self._move(place.offset + part.at, address, rounded(part.bytes), inward=True)
 

@@ -336,6 +336,7 @@ def test_damage_is_refused_and_the_one_before_taken(
         assert str(path) in before.passed_over[0]
         path.write_bytes(whole)
     _assert_holds(saved, expected=2)
+    assert Store(saved).load(1, "previous").step == 1
 
 
 def test_every_bit_of_a_tensor_and_of_a_manifest_counts(saved: Path) -> None:

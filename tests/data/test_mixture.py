@@ -48,6 +48,7 @@ def test_shares_that_divide_no_block_are_exact_on_average():
     ends = mixture._ends(400)[:, 0]
     assert set(ends.tolist()) == {341.0, 342.0}
     assert abs(float(ends.sum()) - 400 * BLOCK / 3) < 40
+    assert (ends != Mixture((1.0, 2.0), 6)._ends(400)[:, 0]).any(), "they follow from the seed"
 
 
 def write(home, name, count, letter):

@@ -110,6 +110,9 @@ def test_few_text_files_hold_out_their_ends(tmp_path: Path) -> None:
     assert first + tail == lines and first.endswith("\n")
     assert 987 < len(tail) <= 997  # a tenth, less what completes a line
     assert (second, rest) == ("x" * 90, "x" * 10)
+    (tmp_path / "in" / "c.txt").write_text("y" * 100)
+    data = open_data(config(tmp_path, validation=0.5))  # of one file and a half
+    assert texts_of(data.train)[1:] == texts_of(data.validation)[1:] == ["x" * 50, "y" * 50]
 
 
 def test_a_cache_entry_is_used_again_with_its_report(tmp_path: Path) -> None:

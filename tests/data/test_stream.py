@@ -203,6 +203,9 @@ def test_part_of_the_validation_counts_its_own_bytes() -> None:
     whole = [b.targets_BS for b in ValidationStream(data, 1, S)]
     assert torch.equal(torch.cat(whole[:7]).flatten(), targets)
     assert len(part) == 3 and [len(b.bounds) for b in part] == [3, 3, 1]
+    packed = ValidationStream(data, rows=3, sequence=S, max_tokens=100, virtual=1)
+    assert sum(len(b.bounds) for b in packed) == 7
+    assert packed.tokens == sum(int((b.targets_BS >= 0).sum()) for b in packed)
 
 
 def test_bits_per_byte_of_a_uniform_model() -> None:

@@ -17,7 +17,7 @@ from outsize.foresight.planning.asked import Asked
 from outsize.foresight.planning.choose import choose
 from outsize.foresight.planning.layouts import STACK
 from outsize.foresight.planning.written import plan_of
-from outsize.foresight.resting import MASTER, ways
+from outsize.foresight.resting import MASTER, of_pass, ways
 from outsize.foresight.step import held, terms, together
 from outsize.hardware import parse_spec
 from outsize.models.families import parse
@@ -66,6 +66,8 @@ def test_seconds_are_those_of_the_bytes_over_the_links() -> None:
     assert moved == pytest.approx((2 * 2 + 4) * mine / 20e9)
     at_end = 4 * mine / 20e9 + 2 * MASTER * mine / 5e9
     assert update == pytest.approx(together(alone, at_end))
+    single = replace(ONE, batch=2, resting=Resting("host", "disk"))  # gradients begin in it
+    assert of_pass(single, mine, 0.0, True) == ({"host": 2 * mine}, {"host": 4 * mine})
     both = of(Resting("", "", "host"))
     assert both == pytest.approx((kept / 20e9, alone))
     pair = parse_spec("2xRTX-4090 + 64GiB host + disk 5GB/s")

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 
-from outsize.launch.board import TEXT, Board, memory, read
+from outsize.launch.board import TEXT, Board, Place, Spot, memory, read
 
 
 def test_what_a_forked_worker_writes_is_read_here() -> None:
@@ -27,6 +27,8 @@ def test_what_a_forked_worker_writes_is_read_here() -> None:
     assert place.waits is not None and place.waits.waits == "all_reduce with ranks 0, 1"
     assert begin <= place.waits.since <= time.monotonic()
     assert read(shared, 0).spots == ()
+    spots = Spot("FETCH 1", "", 1.0), Spot("NORM", "all_reduce", 5.0), Spot("GATHER", "gather", 3.0)
+    assert Place("step 3", spots).waits == spots[2], "who has waited longest"
 
 
 def test_every_thread_has_a_place_and_threads_of_one_name_share_it() -> None:

@@ -269,6 +269,7 @@ def test_small_parts_share_few_rooms():
     assert least(visits, sizes, 1, align=1) == 200
     assert least(visits, sizes, 1, align=64) == 256
     assert arrange(visits, sizes, 256, policy="static", align=64).extent == 256
+    assert arrange(visits, dict.fromkeys(sizes, 40), 140, align=64).extent == 128
 
 
 def test_thousands_of_visits_are_arranged():

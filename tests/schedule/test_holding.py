@@ -26,7 +26,7 @@ from outsize.plan import Plan, Precision, Sharding, Stage, Stream
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import ALONE, Here, Recipe
-from outsize.schedule import Lane, prove
+from outsize.schedule import Kind, Lane, prove
 
 ROWS, SEQUENCE, VOCAB = 2, 6, 17
 MUTATIONS = 130
@@ -94,6 +94,36 @@ WORKERS = {
 }
 
 
+def too_early(schedule, kind, *before):
+    """The schedule with each action of a kind ahead of the last one that it should stand behind: of
+    kinds `before`, on its stage."""
+    actions = schedule.workers[0]
+    for place, action in enumerate(actions):
+        if action.kind is kind:
+            own = [i for i, one in enumerate(actions[:place])
+                   if one.stage == action.stage and one.kind in before]  # fmt: skip
+            moved = [*actions[:place], *actions[place + 1 :]]
+            moved.insert(own[-1], action)
+            yield replace(schedule, workers=(tuple(moved),))
+
+
+def test_parts_are_collected_when_all_are_updated(monkeypatch):
+    streamed.small(monkeypatch, PIECE)
+    stream = Stream(part=PIECE)
+    plan = replace(BASE, mesh=Mesh(2), shards=WORKERS["optimizer"], rows=2 * ROWS, stream=stream)
+    plan = resting(plan, optimizer="host")
+
+    def work(world):
+        with memory() as stores:
+            return job_of(plan, stores, world).schedule
+
+    found = list(too_early(play(plan.mesh, work)[0], Kind.COLLECT, Kind.UPDATE))
+    for early in found:
+        with pytest.raises(OutsizeError, match="before they are updated"):
+            prove(early)
+    assert len(found) == 4, "one a stage"
+
+
 @pytest.mark.parametrize(
     ("name", "order"),
     [
@@ -114,6 +144,9 @@ def test_damaged_schedules_of_two_workers(name, order):
         judge = Judge(job_of(plan, stores, world))
         compiled = judge.job.schedule
         assert judge.exact(compiled)
+        for early in too_early(compiled, Kind.REDUCE, Kind.BACKWARD, Kind.LOSS):
+            with pytest.raises(OutsizeError, match="worker 0"):
+                prove(early)
         rng, verdicts = random.Random(name + order), {True: 0, False: 0}
         for _ in range(MUTATIONS // 2):
             schedule = mutated(compiled, rng)

@@ -111,6 +111,9 @@ def test_slowdown_loses_what_the_overlap_costs():
     """Two lanes that are busy all the time at a coefficient of 2 gain nothing from overlap."""
     nodes = [Node(0, lane, 1.0) for _ in range(5) for lane in ("compute", "network")]
     assert run(nodes, {frozenset(("compute", "network")): 2.0}).makespan == pytest.approx(10.0)
+    both = {frozenset(("compute", "network")): 2.0, frozenset(("compute", "fetch")): 3.0}
+    third = [Node(0, lane, took) for lane, took in (("compute", 1), ("network", 9), ("fetch", 9))]
+    assert run(third, both).ends[0] == pytest.approx(6.0)
 
 
 def test_ten_thousand_actions_are_played():

@@ -26,7 +26,7 @@ from outsize.kernels.blockwise import Moments, Rates, plain, table, update
 from outsize.memory import Ledger
 from outsize.memory.chunk import ChunkTable, Slot
 from outsize.memory.tiers import TierSpec
-from outsize.optim import AdamW, StateSpec
+from outsize.optim import AdamW, StateSpec, optimizer
 from outsize.parallel.divide import divide
 from outsize.parallel.shards import at_borders
 from outsize.plan import Pipelined, Plan, Precision, Rest, Sharding, Stream, zero
@@ -135,10 +135,12 @@ def test_updates_are_those_of_the_paper():
     numel, block = 150, 64
     start = torch.randn(numel, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     gradients = [drawn(numel, seed, torch.float64) for seed in range(6)]
-    expected, codes = by_hand(start, gradients, block, 6)
+    own = AdamW8Bit(AdamW(betas=(0.8, 0.9), eps=1e-3), Settings(block=block))
+    expected, codes = by_hand(start, gradients, block, 6, betas=(0.8, 0.9), eps=1e-3)
     weights, moments = start.clone(), fresh(numel, block)
+    state = dict(zip((one.name for one in own.states), vars(moments).values(), strict=True))
     for step, gradient in enumerate(gradients, 1):
-        update(weights, gradient, moments, block, Rates(0.01, (0.9, 0.95), 1e-8, 0.1, step))
+        own.update(weights, gradient, state, optimizer.Rates(step, 0.01, 0.1))
     assert float((weights - expected).abs().max()) <= 1e-10
     assert moments.mean.tolist() == codes[0] and moments.square.tolist() == codes[1]
 

@@ -247,6 +247,17 @@ def test_a_template_that_does_not_serve(tmp_path, monkeypatch, text, message):
         opened(tmp_path, [{"messages": messages(CHATS[2])}], directory)
 
 
+def test_answers_that_are_marked_in_parts_have_their_one_weight(tmp_path):
+    part = "{% generation %}{{ m.content }}{% endgeneration %}{% generation %}!{% endgeneration %}"
+    told = "{% if m.role == 'assistant' %}" + part + "{% else %}{{ m.content }}{% endif %}"
+    text = "{% for m in messages %}" + told + "{% endfor %}"
+    chat = [{**one, "weight": 0.25} if one["role"] == "assistant" else one
+            for one in messages(CHATS[2])]  # fmt: skip
+    directory = chats.tokenizer(tmp_path / "tokenizer", text)
+    ((_, weights),) = documents(opened(tmp_path, [{"messages": chat}], directory).train)
+    assert set(weights) == {0.0, 0.25}
+
+
 def test_a_chat_that_begins_with_an_answer(tmp_path):
     """By a template that reads the first message: it has none to render before that answer."""
     text = "{{ messages[0].role }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

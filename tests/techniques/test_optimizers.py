@@ -43,7 +43,7 @@ def draw(shape, seed):
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def ours(optimizer, shape, steps=STEPS, scale=1.0):
+def ours(optimizer, shape, steps=STEPS, scale=1.0, rate=RATE):
     """Weights after some updates, and the states. scale: of the first weights."""
     weights = draw(shape, 1000) * scale
     state = {}
@@ -53,28 +53,33 @@ def ours(optimizer, shape, steps=STEPS, scale=1.0):
     for step in range(steps):
         gradient = draw(shape, step)
         before = gradient.clone()
-        rates = Rates(step + 1, RATE / (step + 1), DECAY, "w")
+        rates = Rates(step + 1, rate / (step + 1), DECAY, "w")
         optimizer.update(weights, gradient, state, rates)
         assert torch.equal(gradient, before), "gradients are left as they are"
     return weights, state
 
 
-def torchs(make, shape, scale=1.0):
+def torchs(make, shape, scale=1.0, rate=RATE):
     weight = torch.nn.Parameter(draw(shape, 1000) * scale)
     optimizer = make([weight])
     for step in range(STEPS):
-        optimizer.param_groups[0]["lr"] = RATE / (step + 1)
+        optimizer.param_groups[0]["lr"] = rate / (step + 1)
         weight.grad = draw(shape, step)
         optimizer.step()
     return weight.detach()
 
 
 @pytest.mark.parametrize("shape", [*SHAPES.values(), (7,)], ids=[*SHAPES, "vector"])
-@pytest.mark.parametrize(("clip", "scale"), [(1.0, 1.0), (2.0, 1.0), (1.0, 1e-6)])
-def test_adafactor_is_torchs(shape, clip, scale):
+@pytest.mark.parametrize(
+    ("clip", "scale", "rate"),
+    [(1.0, 1.0, RATE), (2.0, 1.0, 2.0), (1.0, 1e-6, RATE)],  # 2.0: above 1 / sqrt(step)
+)
+def test_adafactor_is_torchs(shape, clip, scale, rate):
     own = adafactor.Adafactor(weight_decay=DECAY, settings=adafactor.Settings(clip=clip))
-    expected = torchs(lambda p: torch.optim.Adafactor(p, weight_decay=DECAY, d=clip), shape, scale)
-    found = ours(own, shape, scale=scale)[0]
+    expected = torchs(
+        lambda p: torch.optim.Adafactor(p, weight_decay=DECAY, d=clip), shape, scale, rate
+    )
+    found = ours(own, shape, scale=scale, rate=rate)[0]
     assert float((found - expected).abs().max()) <= 1e-10 * scale
 
 

@@ -4,6 +4,7 @@ the step where they begin."""
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from outsize.cli.main import main
 from outsize.data import TrainStream
+from outsize.errors import OutsizeError
 from outsize.kernels.entropy import PLAIN
 from outsize.models.dropout import Noise
 from outsize.runtime import Job
@@ -71,6 +73,14 @@ def test_a_run_holds_from_its_first_values_and_from_a_checkpoint(home):
     ):
         refused = CliRunner().invoke(main, ["verify", *words])
         assert refused.exit_code == 2 and what in refused.output, refused.output
+    for what, wrong in (("tokens", records[0]["tokens"] + 1), ("loss", math.nan)):
+        told = [{**records[0], what: wrong}, *records[1:]]
+        (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, told)))
+        difference = replay(directory, None, 1).difference
+        assert difference is not None and difference.what == what
+    (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, records[:1] * 2)))
+    with pytest.raises(OutsizeError, match="hold step 1 twice"):
+        replay(directory, None, 1)
 
 
 def unclipped(monkeypatch):

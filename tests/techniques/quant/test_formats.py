@@ -141,6 +141,8 @@ def test_nf4_is_that_of_the_paper_in_values_scales_and_order():
     assert torch.equal(bytes_of_blocks[:, 1:].long(), q[:, ::2] * 16 + q[:, 1::2])
     quantiles = torch.distributions.Normal(0, 1).icdf(torch.linspace(0.9677083, 0.5, 9)[:-1])
     assert torch.allclose(values[8:], (quantiles / quantiles[0]).flip(0), atol=1e-4)
+    borders = (values[1:] + values[:-1]) / 2  # which are the lower one's, as in bitsandbytes
+    assert nf4._nearest(borders, values).tolist() == list(range(15))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -234,6 +236,15 @@ def test_a_weight_alone_in_its_block_comes_back(name):
         weight[0, 5] = value
         found = decoded(format_of(name), *format_of(name).encode(weight))
         torch.testing.assert_close(found, weight, rtol=0, atol=1e-3)
+    for weight in (torch.linspace(1, 2, 512).view(1, -1), torch.linspace(-2, -1, 512).view(1, -1)):
+        found = decoded(format_of(name), *format_of(name).encode(weight))
+        torch.testing.assert_close(found, weight, rtol=0, atol=0.3)  # far from zero, all of them
+
+
+def test_a_scale_of_few_bits_turns_no_sign():
+    """1.3e-38 / 127 is rounded to one tenth less in bfloat16, which has no smaller number."""
+    weight = torch.full((1, 64), 1.3e-38)
+    assert (decoded(format_of("int8"), *format_of("int8").encode(weight)) > 1.1e-38).all()
 
 
 def test_columns_of_nf4_have_the_second_scales_of_their_groups():
