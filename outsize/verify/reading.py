@@ -32,7 +32,7 @@ class Read:
 
     config: RunConfig
     data: Data
-    epochs: dict[tuple[str, int, int], Epoch] = field(default_factory=dict)
+    epochs: dict[tuple[str, int, int, int], Epoch] = field(default_factory=dict)
 
     @property
     def sequence(self) -> int:
@@ -80,16 +80,22 @@ class Read:
         keys, data = self.config.train, self.data.train
         noise = Noise(keys.dropout, keys.seed, step) if keys.dropout else None
         before = virtual_of(self.config)
-        if data.whole or data.shares or before:  # packed whole, of a mixture: rows as they are said
+        if data.whole or before:  # packed whole: rows as they are said
             made = TrainStream(data, keys.seed, self.rows, self.sequence, before).batch(step)
             return Batch(made.ids_BS, made.targets_BS, made.bounds, noise, made.weights_BS)
-        count = data.tokens // self.sequence
-        rows = []
-        for sample in range(step * self.rows, (step + 1) * self.rows):
-            epoch = self._epoch(data, keys.seed, sample // count)
-            row = _permuted("rows", keys.seed, sample // count, count)[sample % count]
-            rows.append(epoch.row(int(row), self.sequence))
-        return _batch(rows, noise)
+        samples = range(step * self.rows, (step + 1) * self.rows)
+        if not data.shares:
+            return _batch([self._row(data, sample) for sample in samples], noise)
+        parts = list(data.parts())
+        placed = [_mixed(data.shares, keys.seed, sample) for sample in samples]
+        return _batch([self._row(parts[part], sample, part) for part, sample in placed], noise)
+
+    def _row(self, data: Dataset, sample: int, part: int = 0) -> Row:
+        """Row number `sample` of a data path, counted from 0."""
+        seed, count = self.config.train.seed, data.tokens // self.sequence
+        epoch = self._epoch(data, seed, sample // count, part)
+        row = _permuted("rows", seed, sample // count, count)[sample % count]
+        return epoch.row(int(row), self.sequence)
 
     def held_out(self) -> Batch | None:
         """All rows of an evaluation; None where there are none, or a source packs them itself."""
@@ -100,8 +106,8 @@ class Read:
         epoch, rows = self._epoch(data, 0, 0), -(-wanted // self.sequence)
         return _batch([epoch.row(row, self.sequence) for row in range(rows)], None)
 
-    def _epoch(self, data: Dataset, seed: int, epoch: int) -> Epoch:
-        key = (data.fingerprint, seed, epoch)
+    def _epoch(self, data: Dataset, seed: int, epoch: int, part: int = 0) -> Epoch:
+        key = (data.fingerprint, seed, epoch, part)
         if key not in self.epochs:
             order = _permuted("documents", seed, epoch, data.documents)
             starts = np.append(0, data.ends[:-1])
@@ -141,6 +147,22 @@ def _permuted(purpose: str, seed: int, epoch: int, count: int) -> Numbers:
     key = hashlib.blake2b(f"{purpose}/{seed}/{epoch}".encode(), digest_size=16).digest()
     words = np.random.Philox(key=np.frombuffer(key, dtype="<u8")).random_raw(count)
     return np.argsort(words, kind="stable").astype(np.int64)
+
+
+def _mixed(shares: tuple[float, ...], seed: int, sample: int) -> tuple[int, int]:
+    """The data path of a sample, and how many samples before it are of that path. In blocks of
+    1,024 a path has the places from its border to the next one's: shares laid end to end, less an
+    offset that is drawn for each block."""
+    block, at = divmod(sample, 1024)
+    key = hashlib.blake2b(f"mixture/{seed}".encode(), digest_size=16).digest()
+    words = np.random.Philox(key=np.frombuffer(key, dtype="<u8")).random_raw(block + 1)
+    borders = np.cumsum(np.array(shares) / sum(shares))[:-1] * 1024
+    ends = [[0, *np.ceil(borders - (int(w) >> 11) / 2**53).clip(0), 1024] for w in words]
+    order = _permuted("mixture", seed, block, 1024)
+    paths = (order[:, None] >= np.array(ends[block][1:-1])).sum(1)
+    path = int(paths[at])
+    before = sum(int(each[path + 1] - each[path]) for each in ends[:block])
+    return path, before + int((paths[:at] == path).sum())
 
 
 def _batch(rows: list[Row], noise: Noise | None) -> Batch:

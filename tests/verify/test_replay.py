@@ -8,18 +8,21 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from click.testing import CliRunner
 from rates import known_hardware
 from rich.console import Console
 
 from outsize.cli.main import main
-from outsize.data import TrainStream
+from outsize.data import TrainStream, open_data
 from outsize.errors import OutsizeError
 from outsize.kernels.entropy import PLAIN
 from outsize.models.dropout import Noise
 from outsize.runtime import Job
 from outsize.train import loop, run
+from outsize.train.recipe import data_config
 from outsize.train.resolve import resolve
+from outsize.verify.reading import Read
 from outsize.verify.replay import replay
 
 RUN = """
@@ -81,6 +84,20 @@ def test_a_run_holds_from_its_first_values_and_from_a_checkpoint(home):
     (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, records[:1] * 2)))
     with pytest.raises(OutsizeError, match="hold step 1 twice"):
         replay(directory, None, 1)
+
+
+def test_rows_of_a_mixture_are_found_by_itself(home):
+    (home / "more").mkdir()
+    (home / "more" / "a.txt").write_text("".join(f"another line, number {i}\n" for i in range(30)))
+    found = resolve(home / "run.yaml", ("data.path={text: 3, more: 1.5}", "train.seed=4")).config
+    data = open_data(data_config(found, "bytes"))
+    read = Read(found, data)
+    assert data.train.shares and read.rows == 4
+    stream = TrainStream(data.train, 4, 4, 16)
+    for step in (0, 1, 255, 256, 700):
+        mine, theirs = read.batch(step), stream.batch(step)
+        assert torch.equal(mine.ids_BS, theirs.ids_BS) and mine.bounds == theirs.bounds
+        assert torch.equal(mine.targets_BS, theirs.targets_BS)
 
 
 def unclipped(monkeypatch):
