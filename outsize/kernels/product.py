@@ -15,7 +15,9 @@ M rows, I inner, N columns.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -31,6 +33,19 @@ PART = 1 << 20  # elements of a result that are made at once and then put where 
 ROWS = 512  # of a tile at most, whose operands are made wide
 FEW = 16  # rows below which what a weight costs to be made wide is not made up for
 WIDE = 1 << 20  # elements of the second operand of a tile
+_HERE = threading.local()
+
+
+@contextmanager
+def elsewhere(device: bool = True) -> Iterator[None]:
+    """In this thread, products of bfloat16 are asked for as they are, whatever this processor has:
+    of rehearsals for a device that is not it, if it is one."""
+    before = getattr(_HERE, "elsewhere", False)
+    _HERE.elsewhere = device
+    try:
+        yield
+    finally:
+        _HERE.elsewhere = before
 
 
 def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None) -> Tensor:
@@ -132,6 +147,7 @@ def widens(a: Tensor, b: Tensor, columns: int) -> bool:
         and _plain(a, torch.bfloat16)
         and _plain(b, torch.bfloat16)
         and _imitated()
+        and not getattr(_HERE, "elsewhere", False)
     )
 
 

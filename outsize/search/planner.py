@@ -142,7 +142,9 @@ def predict(
         return forecaster_of(config, asked, hardware).forecast(plan)
     found = []
     for bounds in layouts(request):
-        costs = rehearse(plan, *native_makers(config, request, bounds), ledger_of=request.ledger)
+        makers = native_makers(config, request, bounds)
+        apart = hardware.devices[0].apart
+        costs = rehearse(plan, *makers, ledger_of=request.ledger, apart=apart)
         facts = known_of(request, costs.facts)
         found.append(replace(costs, facts=facts))
     return composed(plan, found, hardware)

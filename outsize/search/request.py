@@ -277,8 +277,9 @@ class Forecaster:
         key = (bare(chosen.plan), chosen.config.layers, bounds, splits)
         if key not in self._known:
             makers = native_makers(chosen.config, self.request, bounds)
-            find = partial(rehearse, chosen.plan, *makers, splits, self.request.ledger)
+            apart = self.hardware.devices[0].apart
+            find = partial(rehearse, chosen.plan, *makers, splits, self.request.ledger, apart=apart)
             step = chosen.plan.own_rows, chosen.plan.microbatches, bare(chosen.plan)
-            about = chosen.config, self.request.rehearsed, step, bounds, splits
+            about = chosen.config, self.request.rehearsed, step, bounds, splits, apart
             self._known[key] = kept(Costs, about, find)
         return self._known[key]

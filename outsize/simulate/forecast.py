@@ -116,7 +116,7 @@ def forecast(
     hardware: Hardware,
 ) -> Forecast:
     """Predict a plan by rehearsing one microbatch and replaying the step."""
-    costs = rehearse(plan, job_of, batch_of)
+    costs = rehearse(plan, job_of, batch_of, apart=hardware.devices[0].apart)
     return compose(plan, costs, hardware)
 
 

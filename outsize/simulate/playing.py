@@ -16,6 +16,7 @@ import torch
 from outsize.collectives.channel import LIMIT, Form, MessageKey
 from outsize.data import Batch
 from outsize.hardware import Hardware
+from outsize.kernels.product import elsewhere
 from outsize.memory import Ledger
 from outsize.plan import Plan
 from outsize.runtime.engine import Engine, Loaded
@@ -56,7 +57,8 @@ def predicted(
     workers, forms = list[_Worker](), dict[MessageKey, tuple[Form, ...]]()
     reserved = hardware.devices[0].reserved
     for turn in range(plan.mesh.pipeline):
-        made = _played(plan, makers(turn=turn), ledger_of(), forms)
+        with elsewhere(hardware.devices[0].apart):
+            made = _played(plan, makers(turn=turn), ledger_of(), forms)
         workers.append(made.having(reserved) if reserved else made)
     players, clocks = list[Player](), list[Callable[[int, Action], float]]()
     for turn, worker in enumerate(workers):

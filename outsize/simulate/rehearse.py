@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outsize.collectives import inside
 from outsize.data import Batch
+from outsize.kernels.product import elsewhere
 from outsize.memory import Ledger
 from outsize.memory.store import Place
 from outsize.plan import DEVICE, Plan, Rest, Sharding, Stream
@@ -35,6 +36,7 @@ def rehearse(
     splits: tuple[bool, ...] | None = None,
     ledger_of: Callable[[], Ledger] = Ledger,
     kinds: Container[Kind] | None = None,
+    apart: bool = False,
 ) -> Costs:
     """Costs of a plan's actions.
 
@@ -43,7 +45,8 @@ def rehearse(
     them is played.
     splits: `splits_of` the plan for which this one stands. ledger_of: what counts, as the device
     does that the job is made for. kinds: of the actions that are asked for, where these are not
-    all of a step's and an evaluation's.
+    all of a step's and an evaluation's. apart: the device is not this processor, so that what it
+    multiplies does not hang on what this one can.
     """
     from outsize.simulate.fake import FakeMode
 
@@ -52,7 +55,7 @@ def rehearse(
     left = own % rows if plan.microbatches == -(-own // rows) else 0
     whole, short = _Played(), _Played()
     line, one = bool(splits), bare(plan)
-    with FakeMode():
+    with FakeMode(), elsewhere(apart):
         for split in splits or (one.split_backward,):
             alone = replace(one, split_backward=split)
             ledger = ledger_of()

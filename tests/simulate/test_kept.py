@@ -18,7 +18,7 @@ from outsize.collectives import Mesh
 from outsize.decode.generate import Request
 from outsize.decode.samplers import Sampling
 from outsize.hardware import catalogue
-from outsize.kernels import native
+from outsize.kernels import native, product
 from outsize.models.build import build
 from outsize.models.families import parse
 from outsize.optim import AdamW
@@ -30,6 +30,7 @@ from outsize.search import request as requests
 from outsize.search.request import Forecaster
 from outsize.simulate import kept as keeping
 from outsize.simulate.kept import kept
+from outsize.simulate.rehearse import rehearse
 from outsize.simulate.tokens import Held, Needs, needs, resident
 from outsize.techniques.optim import frugal
 
@@ -204,3 +205,26 @@ print([name for name in names if name in sys.modules])
     told, absent = second.stdout.splitlines()
     assert told == first.stdout.splitlines()[0] == str(own)
     assert "fake" in first.stdout.splitlines()[1] and absent == "[]"
+
+
+def test_a_processor_without_products_of_bfloat16_says_nothing_of_other_devices(
+    folder, monkeypatch
+) -> None:
+    """Where it makes them in float32, it alone is foretold so; each has its own file."""
+    monkeypatch.setattr(requests, "kept", kept)
+    monkeypatch.setattr(requests, "rehearse", rehearse)
+    for name, value in (("_imitated", lambda: True), ("LEAST", 1), ("FEW", 1)):
+        monkeypatch.setattr(product, name, value)
+    config = parse({**MODEL, "num_hidden_layers": 2})
+    request = PlanRequest(2, 16, Precision.named("bfloat16"), AdamW(), documents=(0, 16))
+    other = catalogue("A100-SXM-80")
+    own = replace(other, devices=(replace(other.devices[0], kind="cpu"),))
+    found = []
+    for hardware in (own, other):
+        facts = requests.facts_of_model(config, request)
+        made = Forecaster(config, request, hardware, facts).costs(Plan(
+            4, per_segment(4), 2, 1, 16, request.precision
+        ))  # fmt: skip
+        works = [cost.work for cost in made[0].actions.values()]
+        found.append({dtype for work in works for *_, dtype in work.products})
+    assert found == [{"float32"}, {"bfloat16"}]

@@ -7,6 +7,7 @@ import os
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from threading import get_ident
@@ -73,12 +74,14 @@ def remember(folder: Path, patch: pytest.MonkeyPatch) -> None:
         batch_of: Callable[[int], object],
         splits: tuple[bool, ...] | None = None,
         ledger_of: Callable[[], Ledger] = Ledger,
+        apart: bool = False,
     ) -> Costs:
         splits = splits_of(plan) if splits is None else splits
         step = plan.rows_at(0), plan.microbatches, bare(plan), splits
         smaller = spill.LEAST, plans.PART  # as tests make them
-        key = about[job_of], step, smaller
-        return known.get(key, lambda: rehearse(plan, job_of, batch_of, splits, ledger_of))
+        key = about[job_of], step, smaller, apart
+        made = partial(rehearse, plan, job_of, batch_of, splits, ledger_of, apart=apart)
+        return known.get(key, made)
 
     def needed(held: Held, request: Request, length: int) -> Needs:
         drawn = request.sampler if isinstance(request.sampler, Sampling) else None

@@ -133,7 +133,7 @@ class Rehearsal:
             )
 
         with unpacked(self.given.batch):
-            return rehearse(plan, job, self.given.of, kinds=PASSES)
+            return rehearse(plan, job, self.given.of, kinds=PASSES, apart=True)
 
     def _whole(self, each: Sequence[T]) -> list[T]:
         """By segment of the whole module."""
