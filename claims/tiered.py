@@ -166,7 +166,8 @@ def costs_of(config: DecoderConfig, plan: Plan) -> Costs:
     small = replace(plan, segments=5, stages=(first, *blocks, replace(last, first=4, last=5)))
     stands = (0, *[1] * len(config.layers), 4)
     chosen = Sample(replace(config, layers=config.layers[:1] * 3), small, stands)
-    costs = rehearse(chosen.plan, *native_makers(chosen.config, request, bounds))
+    makers = native_makers(chosen.config, request, bounds)
+    costs = rehearse(chosen.plan, *makers, apart=True)
     return expand(costs, chosen, plan, facts_of_model(config, request))
 
 
