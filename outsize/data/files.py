@@ -146,6 +146,13 @@ def _suffix(path: Path) -> tuple[str, Packed]:
     return (last, "") if packed is None else (path.with_suffix("").suffix.lower(), packed)
 
 
+def is_data(path: Path) -> bool:
+    """Whether a file is called as data alone is, not as a program's settings may be."""
+    own, packed = _suffix(path)
+    records = SUFFIXES["jsonl"] | SUFFIXES["csv"] | SUFFIXES["parquet"]
+    return bool(packed) or own in {".txt", *records}
+
+
 def _suffixes(kind: Kind | None) -> dict[str, Kind]:
     kinds = get_args(Kind) if kind is None else (kind,)
     table: dict[str, Kind] = {suffix: own for own in kinds for suffix in SUFFIXES[own]}

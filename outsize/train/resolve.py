@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from outsize.data.files import is_data
 from outsize.errors import OutsizeError
 from outsize.optim import OPTIMIZERS, SGD, Optimizer, check_approximate
 from outsize.optim.parse import parse as parse_optimizer
@@ -248,14 +249,13 @@ def apply_set(resolved: Resolved, text: str) -> Resolved:
 
 
 def _content(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise OutsizeError(f"run file {path} is not text; expected YAML in UTF-8") from None
-    except OSError as error:
+    text = "" if is_data(path) else read_text(path, "expected a run's file, YAML in UTF-8")
+    if is_data(path) or (path.suffix == ".json" and text.lstrip().startswith("[")):
         raise OutsizeError(
-            f"run file {path} cannot be read: {error.strerror}; expected a YAML file"
-        ) from None
+            f"{path} is data; expected a run's file (YAML), a preset or a model: outsize"
+            f" new sft --data {path} writes such a file, outsize train MODEL --set data={path} runs"
+        )
+    return text
 
 
 def _flatten(found: Any, source: str, inside: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,7 @@ import pytest
 from outsize.errors import OutsizeError
 from outsize.registry import TECHNIQUES, Technique, setting
 from outsize.train.config import SHORT, leaves, technique_leaves
-from outsize.train.resolve import Resolved, apply_text, lengths, resolve
+from outsize.train.resolve import Resolved, apply_text, lengths, resolve, values_of
 from outsize.train.workers import mesh_of
 
 IN_FILE = [
@@ -52,6 +52,19 @@ def test_a_wrong_file_is_refused_with_its_place(text: str, complaint: str, tmp_p
         resolve(path)
     assert complaint in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.csv", "a.txt", "a.json.gz"])
+def test_data_in_the_place_of_a_runs_file_is_said(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"PAR1\xff" if "parquet" in name else b'[{"messages": []}]')
+    with pytest.raises(OutsizeError, match="is data; expected a run's file") as error:
+        values_of(str(path))
+    assert f"outsize new sft --data {path} writes" in str(error.value)
+    assert f"outsize train MODEL --set data={path} runs" in str(error.value)
+    path = tmp_path / "run.json"  # JSON is YAML
+    path.write_text('{"train": {"steps": 3}}')
+    assert resolve(path).get("train.steps") == 3
 
 
 @pytest.mark.parametrize(
