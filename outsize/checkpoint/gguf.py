@@ -1,7 +1,7 @@
 """GGUF files, as llama.cpp reads them: a decoder's facts, its tokenizer and its tensors.
 
-The layout is that of ggml's docs/gguf.md, version 3. What a family's tensors and facts are called
-is a table here; a family that is not in it is refused. Tensors are made one at a time.
+The layout is that of ggml's docs/gguf.md, version 3. What a family's tensors are called is a table
+in gguf_names.py; a family that is not in it is refused. Tensors are made one at a time.
 
 O outputs, I inputs, H heads, P pairs of features of a head that turn together.
 """
@@ -11,12 +11,23 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from outsize.checkpoint.gguf_names import (
+    FAMILIES,
+    context,
+    grouped,
+    lacking,
+    main_rope,
+    shape_of,
+    window,
+)
 from outsize.checkpoint.gguf_words import Words, facts_of
 from outsize.errors import OutsizeError
 from outsize.models.coding import format_of
@@ -33,19 +44,9 @@ TYPES = {
 }  # fmt: skip
 # Of types that hold numbers as they are.
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# By family: the architecture, and whether rotated features of queries and keys lie in pairs there.
-FAMILIES = {
-    "llama": ("llama", True), "mistral": ("llama", True), "qwen2": ("qwen2", False),
-    "qwen3": ("qwen3", False),
-}  # fmt: skip
 FACTORS = "rope_freqs.weight"  # of Llama 3.1's way of stretching turns, which no fact says
-OUTER = {"prologue.tokens": "token_embd", "epilogue.norm": "output_norm", "epilogue.head": "output"}
-BLOCK = {
-    "attention_norm": "attn_norm", "attention.q": "attn_q", "attention.k": "attn_k",
-    "attention.v": "attn_v", "attention.o": "attn_output", "attention.q_norm": "attn_q_norm",
-    "attention.k_norm": "attn_k_norm", "mlp_norm": "ffn_norm", "mlp.gate": "ffn_gate",
-    "mlp.up": "ffn_up", "mlp.down": "ffn_down",
-}  # fmt: skip
+# That hold numbers whatever the type is.
+_NUMBERS = ("position_embd", "ffn_gate_inp")
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,7 @@ def check(config: DecoderConfig, kind: str) -> None:
             f"gguf has no name here for the family {config.family}; expected one of"
             f" {', '.join(FAMILIES)}: export it --to hf"
         )
-    known = {"default", "linear"} | ({"llama3"} if FAMILIES[config.family][0] == "llama" else set())
-    scaled = [rope.kind for rope in config.ropes.values() if rope.kind not in known]
-    windows = {layer.window for layer in config.layers} - {None}
-    lacking = {
-        "a window": windows, config.rewired: config.rewired, "experts": config.experts,
-        "a norm behind its embedding": config.embed_norm,
-    }  # fmt: skip
-    for what in (*scaled, *(name for name, there in lacking.items() if there)):
+    for what in lacking(config):
         raise OutsizeError(f"gguf: the model has {what}, which is not written; export it --to hf")
 
 
@@ -98,18 +92,12 @@ def write(model: Decoder, path: Path, kind: str, tokenizer: Words | None, name: 
             file.write(raw.numpy().tobytes())
             file.write(bytes(-one.bytes % ALIGN))
     matrices = [one for one in kept if len(one.shape) > 1 and one.name.startswith("blk.")]
-    others = sum(one.kind != kind for one in matrices)
+    others = sum(one.kind == "F16" != kind for one in matrices)
     odd = f"{others} of {len(matrices)} matrices are F16: blocks of {kind} do not divide their rows"
-    return [*([odd] if others else []), *([why] if why else [])]
-
-
-def named(name: str) -> str:
-    """What the file calls a parameter, or the weight of one."""
-    module, _, leaf = name.rpartition(".")
-    if not module.startswith("blocks."):
-        return f"{OUTER[module]}.{leaf}"
-    _, block, inside = module.split(".", 2)
-    return f"blk.{block}.{BLOCK[inside]}.{leaf}"
+    own = context(config)
+    short = f"its context is {own} tokens: the architecture has no window, which the model has"
+    return [*([odd] if others else []), *([short] if own < config.positions else []),
+            *([why] if why else [])]  # fmt: skip
 
 
 def factors_of(rope: Rope) -> Tensor:
@@ -119,43 +107,52 @@ def factors_of(rope: Rope) -> Tensor:
 
 
 def _tensors(model: Decoder, kind: str) -> Iterator[Kept]:
-    paired = FAMILIES[model.config.family][1]
-    (rope,) = model.config.ropes.values()
-    if rope.kind == "llama3":
+    rope = main_rope(model.config)
+    if rope is not None and rope.kind == "llama3":
         pairs = factors_of(rope).to(torch.float32)
         yield Kept(
             FACTORS, tuple(pairs.shape), "F32", pairs.nbytes, lambda: pairs.view(torch.uint8)
         )
-    for name, parameter in model.named_parameters():
-        module = name.rpartition(".")[0]
-        inside = module.split(".", 2)[2] if module.startswith("blocks.") else module
-        outer = inside in OUTER
-        mine = "F32" if parameter.dim() == 1 or kind == "F32" else "F16" if outer else kind
-        rows = 0
-        if paired and inside in ("attention.q", "attention.k"):
-            rows = model.config.heads if inside[-1] == "q" else model.config.kv_heads
-        shape = tuple(parameter.shape)
-        size = parameter.numel() * 4 if mine == "F32" else parameter.numel() * 2
-        if mine not in ("F32", "F16", "BF16"):
-            form = format_of(mine.lower(), f"gguf:{mine}")
-            if shape[-1] % form.group:
-                mine = "F16"
-            else:
-                size = parameter.numel() // form.group * form.block
-        yield Kept(named(name), shape, mine, size, _making(parameter, mine, rows))
+    for theirs, held in grouped(model).items():
+        shape = shape_of(held)
+        mine = _kind(theirs, shape, kind)
+        size = prod(shape)
+        if mine in FLOATS:
+            size *= FLOATS[mine].itemsize
+        else:
+            form = format_of(mine.lower())
+            size = size // form.group * form.block
+        yield Kept(theirs, shape, mine, size, partial(_bytes, model.config, held, mine))
 
 
-def _making(parameter: Tensor, kind: str, heads: int) -> Callable[[], Tensor]:
-    def make() -> Tensor:
-        value = parameter.detach().cpu()
-        if heads:
-            value = paired(value, heads)
-        if kind in FLOATS:
-            held = value.to(FLOATS[kind])
-            return held.contiguous().view(torch.uint8).flatten()
-        return format_of(kind.lower()).encode(value)[0].flatten()
+def _kind(theirs: str, shape: tuple[int, ...], kind: str) -> str:
+    """The type of a tensor in a file of a kind."""
+    if len(shape) == 1 or kind == "F32" or theirs.split(".")[-2] in _NUMBERS:
+        return "F32"
+    if not theirs.startswith("blk."):
+        return "F16"
+    if kind not in FLOATS and shape[-1] % format_of(kind.lower(), f"gguf:{kind}").group:
+        return "F16"
+    return kind
 
-    return make
+
+def _bytes(config: DecoderConfig, held: list[tuple[str, Tensor]], kind: str) -> Tensor:
+    parts = [_as_there(config, name, one.detach().cpu()) for name, one in held]
+    value = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if kind in FLOATS:
+        return value.to(FLOATS[kind]).contiguous().view(torch.uint8).flatten()
+    return format_of(kind.lower()).encode(value.flatten(0, -2))[0].flatten()
+
+
+def _as_there(config: DecoderConfig, name: str, value: Tensor) -> Tensor:
+    """Rows of queries and keys in pairs; norms that multiply by 1 + weight as what they multiply
+    by."""
+    _, module, _ = name.rsplit(".", 2)
+    if module.endswith("norm") and config.norm.unit == 0:
+        return value.float() + 1
+    if FAMILIES[config.family].paired and ".attention." in name and module in "qk":
+        return paired(value, config.heads if module == "q" else config.kv_heads)
+    return value
 
 
 def paired(value: Tensor, heads: int) -> Tensor:
@@ -165,25 +162,38 @@ def paired(value: Tensor, heads: int) -> Tensor:
 
 
 def _facts(config: DecoderConfig, kind: str, name: str) -> Iterator[tuple[str, tuple[str, Any]]]:
-    kin = FAMILIES[config.family][0]
-    yield "general.architecture", ("str", kin)
+    kin, rope, moe = FAMILIES[config.family], main_rope(config), config.experts
+    yield "general.architecture", ("str", kin.name)
     yield "general.name", ("str", name)
     yield "general.file_type", ("u32", TYPES[kind][1])
     yield "general.quantization_version", ("u32", 2)
-    (rope,) = config.ropes.values()
-    for key, value in {
-        "vocab_size": config.vocab, "context_length": config.positions,
+    whole: dict[str, int | None] = {
+        "vocab_size": config.vocab, "context_length": context(config),
         "embedding_length": config.hidden, "block_count": len(config.layers),
         "feed_forward_length": config.mlp_hidden, "attention.head_count": config.heads,
         "attention.head_count_kv": config.kv_heads, "attention.key_length": config.head_size,
-        "attention.value_length": config.value_size, "rope.dimension_count": rope.dim,
-    }.items():  # fmt: skip
-        yield f"{kin}.{key}", ("u32", value)
-    yield f"{kin}.attention.layer_norm_rms_epsilon", ("f32", config.norm.eps)
-    yield f"{kin}.rope.freq_base", ("f32", rope.theta)
-    if rope.kind == "linear":
-        yield f"{kin}.rope.scaling.type", ("str", "linear")
-        yield f"{kin}.rope.scaling.factor", ("f32", rope.factor)
+        "attention.value_length": config.value_size,
+        "attention.sliding_window": window(config) if kin.period else None,
+        "rope.dimension_count": None if rope is None else rope.dim,
+    }  # fmt: skip
+    if moe is not None:
+        whole |= {"expert_count": moe.count, "expert_used_count": moe.chosen}
+        whole |= {"expert_feed_forward_length": moe.hidden}
+    broken: dict[str, float | None] = {
+        f"attention.layer_norm_{'rms_' if config.norm.kind == 'rms' else ''}epsilon":
+            config.norm.eps,
+        "attn_logit_softcapping": config.softcap, "final_logit_softcapping": config.logit_softcap,
+        "rope.freq_base": None if rope is None else rope.theta,
+    }  # fmt: skip
+    for key, number in whole.items():
+        if number is not None:
+            yield f"{kin.name}.{key}", ("u32", number)
+    for key, value in broken.items():
+        if value is not None:
+            yield f"{kin.name}.{key}", ("f32", value)
+    if rope is not None and rope.kind == "linear":
+        yield f"{kin.name}.rope.scaling.type", ("str", "linear")
+        yield f"{kin.name}.rope.scaling.factor", ("f32", rope.factor)
 
 
 def _head(file: BinaryIO, facts: Mapping[str, tuple[str, Any]], kept: list[Kept]) -> None:

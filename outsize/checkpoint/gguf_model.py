@@ -9,6 +9,7 @@ become numbers. What is handed over as FILE.gguf is unpacked once, beside the ca
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 
 from outsize.checkpoint.contents import WEIGHTS, merged, write_groups
-from outsize.checkpoint.gguf import FACTORS, FAMILIES, FLOATS, factors_of, named
+from outsize.checkpoint.gguf import FACTORS, FLOATS, factors_of
 from outsize.checkpoint.gguf_file import GgufFile, Span, coder, open_gguf
+from outsize.checkpoint.gguf_names import FAMILIES, SLOW, Kin, grouped, scale, shape_of
 from outsize.checkpoint.gguf_words import ends, tokens, write_words
 from outsize.checkpoint.hub import MAX_SHARD_BYTES, whole_directory, write_config
 from outsize.checkpoint.shards import SUMS, sums_json
@@ -33,7 +35,10 @@ from outsize.models.names import layout
 
 SUFFIX = ".gguf"
 CACHE = Path("~/.cache/outsize/gguf")
-_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # by architecture
+# By architecture; Mixtral's is llama's, with experts.
+_FAMILIES = {
+    kin.name: family for family, kin in FAMILIES.items() if family not in ("mistral", "mixtral")
+}
 _TRAINED = 8192  # positions before they were stretched
 _LLAMA3 = (8.0, 32.0, 1.0, 2.0, 4.0, 16.0)  # factors that ropes of Llama 3.1 and its kin have
 
@@ -51,7 +56,8 @@ def unpack(path: Path, into: Path, dtype: torch.dtype | None = None) -> list[str
     spans = dict(_spans(file, model))
     kinds = {one.kind for name, one in spans.items() if _matrix(name, one)}
     single = min(kinds) if len(kinds) == 1 else None
-    if single is not None and single not in FLOATS and dtype is None:
+    plain = single in FLOATS or config.experts is not None  # whose codes are read as numbers
+    if single is not None and not plain and dtype is None:
         config = coded(config, coder(single), stored=True)
     target = dtype or _dtype(single)
     said = list[str]()
@@ -93,45 +99,110 @@ def config_of(file: GgufFile) -> DecoderConfig:
             f"{file.path}: its architecture {kin!r} is not read; expected one of"
             f" {', '.join(_FAMILIES)}: load the model's Hugging Face directory"
         )
-    for name in ("expert_count", "attention.sliding_window", "attention.logit_softcapping"):
+    experts = file.fact(f"{kin}.expert_count", int, 0)
+    family = "mixtral" if kin == "llama" and experts else _FAMILIES[kin]
+    own = FAMILIES[family]
+    unread = [] if own.period or kin == "phi3" else ["attention.sliding_window"]
+    unread += [] if own.capped else ["attn_logit_softcapping", "final_logit_softcapping"]
+    for name in (*unread, *([] if own.experts else ["expert_count"]), "expert_shared_count"):
         if file.facts.get(f"{kin}.{name}"):
             raise OutsizeError(f"{file.path}: {kin}.{name} is not read; load its directory")
+    return parse(_source(file, family, own))
 
-    def whole(name: str, otherwise: int | None = None) -> int:
-        found: int = file.fact(f"{kin}.{name}", int, otherwise)
+
+class _Facts:
+    """Facts of an architecture by the rest of their names."""
+
+    def __init__(self, file: GgufFile, kin: Kin) -> None:
+        self.file, self.kin = file, kin
+
+    def whole(self, name: str, otherwise: int | None = None) -> int:
+        found: int = self.file.fact(f"{self.kin.name}.{name}", int, otherwise)
         return found
 
-    heads = whole("attention.head_count")
-    size = whole("embedding_length")
-    epsilon = file.fact(f"{kin}.attention.layer_norm_rms_epsilon", float)
-    head = whole("attention.key_length", size // max(heads, 1))
-    if whole("rope.dimension_count", head) != head or whole("attention.value_length", head) != head:
+    def real(self, name: str, otherwise: float | None = None) -> float:
+        found: float = self.file.fact(f"{self.kin.name}.{name}", float, otherwise)
+        return found
+
+
+def _source(file: GgufFile, family: str, kin: Kin) -> dict[str, Any]:
+    """What a config.json of the model would say."""
+    facts = _Facts(file, kin)
+    heads, size = facts.whole("attention.head_count"), facts.whole("embedding_length")
+    head = facts.whole("attention.key_length", size // max(heads, 1))
+    turned = facts.whole("rope.dimension_count", head)
+    odd = turned != head and family != "phi3"
+    if odd or facts.whole("attention.value_length", head) != head:
         raise OutsizeError(f"{file.path}: heads of {head} numbers that turn in part; not read")
-    words = len(tokens(file)) or whole("vocab_size")
+    theta = facts.real("rope.freq_base", 10000.0)
     source: dict[str, Any] = {
-        "model_type": _FAMILIES[kin],
-        "vocab_size": words,
+        "model_type": family,
+        "vocab_size": len(tokens(file)) or facts.whole("vocab_size"),
         "hidden_size": size,
-        "intermediate_size": whole("feed_forward_length"),
-        "num_hidden_layers": whole("block_count"),
+        "intermediate_size": facts.whole("feed_forward_length"),
+        "num_hidden_layers": facts.whole("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": whole("attention.head_count_kv", heads),
+        "num_key_value_heads": facts.whole("attention.head_count_kv", heads),
         "head_dim": head,
-        "max_position_embeddings": whole("context_length"),
-        "rms_norm_eps": epsilon,
-        "rope_theta": file.fact(f"{kin}.rope.freq_base", float, 10000.0),
+        "max_position_embeddings": facts.whole("context_length"),
+        "rope_theta": theta,
         "tie_word_embeddings": "output.weight" not in file.spans,
-        "hidden_act": "silu",
+        "hidden_act": kin.activation,
     }
-    if kin == "llama":
-        source["attention_bias"] = "blk.0.attn_q.bias" in file.spans
+    layer = kin.biased  # whose norms are those of layers
+    eps = facts.real(f"attention.layer_norm_{'' if layer else 'rms_'}epsilon")
+    source["norm_epsilon" if layer else "rms_norm_eps"] = eps
     if found := ends(file):
         source["eos_token_id"] = found if len(found) > 1 else found[0]
     start = file.facts.get("tokenizer.ggml.bos_token_id")
     source |= {"bos_token_id": start} if isinstance(start, int) else {}
-    if (rope := _scaling(file, kin, head, source["rope_theta"])) is not None:
+    if (rope := _scaling(file, kin.name, head, theta)) is not None:
         source["rope_scaling"] = rope
-    return parse(source)
+    return _particular(facts, source, turned / max(head, 1))
+
+
+_GPT2 = {
+    "vocab_size": "vocab_size", "hidden_size": "n_embd", "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head", "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions", "norm_epsilon": "layer_norm_epsilon",
+    "hidden_act": "activation_function",
+}  # fmt: skip
+_ALIKE = ("model_type", "tie_word_embeddings", "eos_token_id", "bos_token_id")
+
+
+def _particular(facts: _Facts, source: dict[str, Any], part: float) -> dict[str, Any]:
+    """With what a family alone says. part: of a head's numbers that turn."""
+    kin, spans = facts.kin, facts.file.spans
+    match source["model_type"]:
+        case "llama":
+            source["attention_bias"] = "blk.0.attn_q.bias" in spans
+            source["mlp_bias"] = "blk.0.ffn_up.bias" in spans
+        case "gpt2":
+            alike = {key: source[key] for key in _ALIKE if key in source}
+            return alike | {theirs: source[ours] for ours, theirs in _GPT2.items()}
+        case "phi3":
+            source["partial_rotary_factor"] = part
+            source["original_max_position_embeddings"] = source["max_position_embeddings"]
+            source["sliding_window"] = facts.whole("attention.sliding_window", 0) or None
+        case "starcoder2":
+            source["sliding_window"] = None
+        case "mixtral":
+            source["num_local_experts"] = facts.whole("expert_count")
+            source["num_experts_per_tok"] = facts.whole("expert_used_count")
+        case "qwen3_moe":
+            source |= {"num_experts": facts.whole("expert_count"), "norm_topk_prob": True}
+            source["num_experts_per_tok"] = facts.whole("expert_used_count")
+            source["moe_intermediate_size"] = facts.whole("expert_feed_forward_length")
+        case "gemma2" | "gemma3_text":
+            layers, size = source["num_hidden_layers"], source["hidden_size"]
+            heads, head = max(source["num_attention_heads"], 1), source["head_dim"]
+            source["query_pre_attn_scalar"] = scale(kin, layers, size, heads, head)
+            source["sliding_window"] = facts.whole("attention.sliding_window")
+            source |= {} if kin.capped else {"rope_local_base_freq": SLOW}
+            if kin.capped:
+                source["attn_logit_softcapping"] = facts.real("attn_logit_softcapping", 50.0)
+                source["final_logit_softcapping"] = facts.real("final_logit_softcapping", 30.0)
+    return source
 
 
 def _scaling(file: GgufFile, kin: str, head: int, theta: float) -> dict[str, Any] | None:
@@ -160,28 +231,30 @@ def _llama3(head: int, theta: float, factor: float) -> Tensor:
 
 
 def _matrix(name: str, span: Span) -> bool:
-    return name.startswith("blocks.") and len(span.shape) > 1
+    return name.startswith("blocks.") and len(span.shape) > 1 and ".router." not in name
 
 
-def _spans(file: GgufFile, model: Decoder) -> list[tuple[str, Span]]:
-    """By name of a parameter its tensor. OutsizeError where some lack, are more, or have another
-    shape."""
-    found = list[tuple[str, Span]]()
-    for name, parameter in model.named_parameters():
-        theirs = named(name)
+def _spans(file: GgufFile, model: Decoder) -> Iterator[tuple[str, Span]]:
+    """By name of a parameter its tensor, or its rows of one. OutsizeError where some lack, are
+    more, or have another shape."""
+    groups = grouped(model)
+    for theirs, held in groups.items():
         span = file.spans.get(theirs)
         if span is None:
             raise OutsizeError(f"{file.path}: the tensor {theirs!r} is missing")
-        if span.shape != tuple(parameter.shape):
+        if span.shape != shape_of(held):
             raise OutsizeError(
                 f"{file.path}: tensor {theirs!r} has the shape {span.shape}; expected"
-                f" {tuple(parameter.shape)}, by its facts"
+                f" {shape_of(held)}, by its facts"
             )
-        found.append((name, span))
-    extra = file.spans.keys() - {one.name for _, one in found} - {FACTORS}
+        row, start = span.bytes // span.shape[0], span.start
+        for name, parameter in held:
+            rows = parameter.shape[0]
+            yield name, replace(span, shape=tuple(parameter.shape), start=start, bytes=rows * row)
+            start += rows * row
+    extra = file.spans.keys() - groups.keys() - {FACTORS}
     if extra:
         raise OutsizeError(f"{file.path}: the tensor {min(extra)!r} is unexpected")
-    return found
 
 
 def _write(
@@ -195,8 +268,9 @@ def _write(
 
     def read(name: str) -> Tensor:
         span = spans[weight_of(name)]
-        found = file.raw(span) if name.endswith(f".{CODES}") else file.values(span).to(dtype)
-        return _turned(config, name, found)
+        codes = name.endswith(f".{CODES}")
+        found = _as_here(config, name, file.raw(span) if codes else file.values(span))
+        return found if codes else found.to(dtype)
 
     stored = merged(layout(config), like, read)
     files = write_groups(directory, ((WEIGHTS, *one) for one in stored), MAX_SHARD_BYTES)
@@ -204,11 +278,14 @@ def _write(
     write_json(directory / SUMS, sums_json(files))
 
 
-def _turned(config: DecoderConfig, name: str, rows: Tensor) -> Tensor:
-    """Rows of queries and keys in our order: halves that turn together one behind another."""
-    part = name.split(".")[-2]
-    if not FAMILIES[config.family][1] or ".attention." not in name or part not in "qk":
-        return rows
-    heads = config.heads if part == "q" else config.kv_heads
-    halves: Tensor = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2)
-    return halves.reshape(rows.shape)
+def _as_here(config: DecoderConfig, name: str, value: Tensor) -> Tensor:
+    """Rows of queries and keys with halves that turn together one behind another; norms that are
+    there what they multiply by less 1, where they multiply by 1 + weight."""
+    module = name.split(".")[-2]
+    if module.endswith("norm") and config.norm.unit == 0:
+        return value - 1
+    if not FAMILIES[config.family].paired or ".attention." not in name or module not in "qk":
+        return value
+    heads = config.heads if module == "q" else config.kv_heads
+    halves: Tensor = value.unflatten(0, (heads, -1, 2)).transpose(1, 2)
+    return halves.reshape(value.shape)

@@ -185,7 +185,8 @@ def test_llama_3s_way_of_stretching_turns_is_written(tmp_path: Path) -> None:
 
 def test_what_is_not_read_is_said(tmp_path: Path) -> None:
     for name, value, words in (
-        ("expert_count", 8, "llama.expert_count is not read"),
+        ("expert_count", 8, "llama.expert_used_count is missing; expected int"),
+        ("attention.sliding_window", 8, "llama.attention.sliding_window is not read"),
         ("embedding_length", None, "llama.embedding_length is missing; expected int"),
         ("embedding_length", "wide", "llama.embedding_length is 'wide'; expected int"),
         ("feed_forward_length", 256, "has the shape (512, 256); expected (256, 256)"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
 import outsize
+from outsize.checkpoint import gguf
 from outsize.checkpoint.gguf_model import unpack
 from outsize.cli.evaluate import keys_of
 from outsize.cli.main import main
@@ -153,20 +156,94 @@ def exporting_bytes() -> str:
     return byte_tokenizer()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_transformers_reads_the_file_to_the_same_logits(family, tmp_path):
-    pytest.importorskip("gguf")
+GEMMA = {"head_dim": 256, "sliding_window": 5}  # the size by which transformers scales scores
+MOE = {"num_experts": 4, "moe_intermediate_size": 768, "num_experts_per_tok": 2}
+KINDS = {  # by family: what it has beside the sizes; the architecture
+    "llama": ({}, "llama"),
+    "llama with biases": ({"attention_bias": True, "mlp_bias": True}, "llama"),
+    "mistral": ({"sliding_window": 32}, "llama"),
+    "mixtral": ({"num_local_experts": 4, "num_key_value_heads": 2}, "llama"),
+    "qwen2": ({}, "qwen2"),
+    "qwen3": ({"head_dim": 128}, "qwen3"),
+    "qwen3_moe": ({**MOE, "norm_topk_prob": True, "head_dim": 16}, "qwen3moe"),
+    "gemma2": (GEMMA, "gemma2"),
+    "gemma3_text": ({**GEMMA, "num_hidden_layers": 7}, "gemma3"),
+    "phi3": ({"partial_rotary_factor": 0.5}, "phi3"),
+    "gpt2": ({"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}, "gpt2"),
+    "starcoder2": ({}, "starcoder2"),
+    "olmo2": ({}, "olmo2"),
+}  # fmt: skip
+# Whose facts transformers reads of a file.
+THEIRS = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text")
+LAYER = "model.layers.1"
+RAW = {  # tensors that are the directory's own, as llama.cpp's converter has them
+    "phi3": {
+        "blk.1.attn_qkv.weight": f"{LAYER}.self_attn.qkv_proj.weight",
+        "blk.1.ffn_up.weight": f"{LAYER}.mlp.gate_up_proj.weight",
+    },
+    "gpt2": {
+        "blk.1.attn_qkv.bias": "transformer.h.1.attn.c_attn.bias",
+        "position_embd.weight": "transformer.wpe.weight",
+    },
+    "mixtral": {"blk.1.ffn_gate_inp.weight": f"{LAYER}.block_sparse_moe.gate.weight"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("label", KINDS)
+def test_files_of_every_family_are_read_to_the_same_logits(label, tmp_path):
+    """By us and, where it knows the facts, by transformers; with names of ggml's own tables."""
+    import gguf as package
     import transformers
 
-    directory = saved(tmp_path, family)
-    export(directory, "gguf:F32", tmp_path / "m.gguf")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file="m.gguf", dtype=torch.float32
-    )
+    family, (facts, kin) = label.partition(" ")[0], KINDS[label]
+    directory, file = saved(tmp_path, family, **facts), tmp_path / "m.gguf"
+    said, model = export(directory, "gguf:F32", file), outsize.load(directory)
+    short = family == "mistral"  # llama.cpp knows no window of it
+    line = "its context is 32 tokens: the architecture has no window, which the model has"
+    assert (line in said) == short
+    arch = next(x for x, name in package.MODEL_ARCH_NAMES.items() if name == kin)
+    known = {package.TENSOR_NAMES[one] for one in package.MODEL_TENSORS[arch]}
+    read = package.GGUFReader(file)
+    assert {
+        re.sub(r"blk\.\d+", "blk.{bid}", x.name).rpartition(".")[0] for x in read.tensors
+    } <= known
+    assert read.fields[f"{kin}.context_length"].contents() == (32 if short else 64)
+    held, hub = {x.name: x.data for x in read.tensors}, load_file(directory / "model.safetensors")
+    for theirs, own in RAW.get(family, {}).items():
+        assert torch.equal(torch.tensor(held[theirs]), hub[own])
+    if family == "gpt2":
+        own = hub["transformer.h.1.attn.c_attn.weight"]
+        assert torch.equal(torch.tensor(held["blk.1.attn_qkv.weight"]), own.T)
+    for ours, theirs in (
+        zip("123", ("gate", "down", "up"), strict=True) if label == "mixtral" else ()
+    ):
+        own = hub[f"{LAYER}.block_sparse_moe.experts.3.w{ours}.weight"]
+        assert torch.equal(torch.tensor(held[f"blk.1.ffn_{theirs}_exps.weight"][3]), own)
     ids = torch.randint(0, 257, (2, 9), generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(
-        theirs(ids).logits, outsize.load(directory)(ids), rtol=1e-4, atol=1e-4
-    )
+    unpack(file, tmp_path / "again", torch.float32)
+    with torch.no_grad():
+        wanted = model(ids)
+        again = outsize.load(tmp_path / "again")(ids)
+        torch.testing.assert_close(again, wanted, rtol=1e-5, atol=1e-5)
+        if label in THEIRS:
+            found = transformers.AutoModelForCausalLM.from_pretrained(
+                tmp_path, gguf_file="m.gguf", dtype=torch.float32
+            )
+            torch.testing.assert_close(found(ids).logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["phi3", "gpt2", "mixtral"])
+def test_codes_of_joined_tensors_come_back(family, tmp_path):
+    """Rows of one tensor as those of several modules; codes of experts as numbers."""
+    export(saved(tmp_path, family, **KINDS[family][0]), "gguf:Q8_0", tmp_path / "m.gguf")
+    ids = torch.arange(9).unsqueeze(0)
+    found = []
+    for name, dtype in (("codes", None), ("wide", torch.float32)):
+        unpack(tmp_path / "m.gguf", tmp_path / name, dtype)
+        found.append(outsize.load(tmp_path / name))
+    assert (found[0].config.coding is None) == (family == "mixtral")
+    with torch.no_grad():
+        torch.testing.assert_close(found[0](ids), found[1](ids), rtol=1e-4, atol=1e-4)
 
 
 def test_what_gguf_has_no_name_for_is_refused(tmp_path):
@@ -174,9 +251,23 @@ def test_what_gguf_has_no_name_for_is_refused(tmp_path):
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
     }  # fmt: skip
-    directory = saved(tmp_path, "gemma2", head_dim=16, query_pre_attn_scalar=16)
-    with pytest.raises(OutsizeError, match="no name here for the family gemma2"):
+    directory = saved(tmp_path, "opt", ffn_dim=96, word_embed_proj_dim=64)
+    with pytest.raises(OutsizeError, match="no name here for the family opt"):
         export(directory, "gguf", tmp_path / "m.gguf")
+    for family, facts, what in (
+        ("llama", {"hidden_act": "gelu"}, "the activation gelu"),
+        ("qwen3", {"attention_bias": True}, "other biases"),
+        ("starcoder2", {"use_bias": False}, "other biases"),
+        ("gemma2", {"head_dim": 16}, "scores scaled otherwise"),
+        ("gemma2", {**GEMMA, "tie_word_embeddings": False}, "a head of its own"),
+        ("gemma2", {**GEMMA, "final_logit_softcapping": None}, "no caps on scores and logits"),
+        ("gemma3_text", {**GEMMA, "final_logit_softcapping": 3.0}, "caps on scores or logits"),
+        ("gemma3_text", {**GEMMA, "rope_local_base_freq": 1e3}, "turns of another base"),
+        ("gemma3_text", {**GEMMA, "sliding_window_pattern": 2}, "windows in other layers"),
+        ("qwen3_moe", MOE, "experts chosen otherwise"),
+    ):
+        with pytest.raises(OutsizeError, match=f"the model has {what}"):
+            gguf.check(parse({"model_type": family, **SIZES, **facts}), "F16")
     with pytest.raises(OutsizeError, match="has llama3, which is not written"):
         export(saved(tmp_path, "qwen2", rope_scaling=rope), "gguf", tmp_path / "m.gguf")
     rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
