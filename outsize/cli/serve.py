@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from outsize.launch.heartbeat import Heartbeat
     from outsize.memory.tiers import TierSpec
     from outsize.serve.files import Limits
+    from outsize.serve.http.keys import Key
     from outsize.serve.model import Model
     from outsize.serve.room import Wanted
 
@@ -36,7 +37,8 @@ FAREWELL = 5.0  # seconds in which who waits is told that a worker has failed
               " wants a --key-file.")  # fmt: skip
 @click.option("--port", default=8000, show_default=True, help="0: any that is free.")
 @click.option("--key-file", type=click.Path(path_type=Path), metavar="FILE", help="Keys, a line"
-              " each, of which requests must have one.")  # fmt: skip
+              " each, of which requests must have one; behind a key requests=60 tokens=20000, what"
+              " it may have in a minute.")  # fmt: skip
 @click.option("--memory", metavar="SIZE", help="Most bytes of tensors, as 2GiB: weights, cache and"
               " steps. Weights beyond it stay in their files, read in each step. Left out: all of"
               " them, and up to half of the memory that is left for the cache.")  # fmt: skip
@@ -159,7 +161,7 @@ def _tiers(
     return tuple(found), None if memory is None else limits_of(memory, folder, False)
 
 
-def _keys(host: str, key_file: Path | None) -> tuple[str, ...]:
+def _keys(host: str, key_file: Path | None) -> tuple[Key, ...]:
     """Of which requests must have one. OutsizeError where what serves them is not installed."""
     from outsize.errors import OutsizeError
     from outsize.serve.http.listening import check_installed
@@ -169,7 +171,7 @@ def _keys(host: str, key_file: Path | None) -> tuple[str, ...]:
         raise OutsizeError(f"--host {host} is open to other machines; give a --key-file with it")
     if key_file is None:
         return ()
-    from outsize.serve.http.guard import keys_in
+    from outsize.serve.http.keys import keys_in
 
     return keys_in(key_file)
 
@@ -185,7 +187,7 @@ class _Served:
     draft: str | None
     template: str
     tokenizer: str | None
-    keys: tuple[str, ...]
+    keys: tuple[Key, ...]
     host: str
     port: int
 

@@ -91,6 +91,11 @@ def test_what_cannot_be_is_one_line(directory: Path, tmp_path: Path) -> None:
             (("--key-file", tmp_path / "none"), "is no file"),
             (("--key-file", keyed(tmp_path / "open", 0o644)), "can be read by others"),
             (("--key-file", keyed(tmp_path / "empty", 0o600, "\n")), "expected keys"),
+            (
+                ("--key-file", keyed(tmp_path / "a", 0o600, "one tokens=9\n\ntwo tokens=0\n")),
+                "a: line 3: 'tokens=0' behind the key; expected what it may have in a minute",
+            ),
+            (("--key-file", keyed(tmp_path / "b", 0o600, "x\nx requests=1\n")), "a key twice"),
             (("--policy", "mixd"), "policy 'mixd' is not known; did you mean 'mixed'"),
             (("--disk", tmp_path / "none"), "is not a folder; make it"),
             (("--host-memory", "1MiB", "--port", 0), "the cache is in the host's memory already"),

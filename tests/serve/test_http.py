@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,19 +24,20 @@ import tokenizers
 import torch
 from decoders import SMALL
 from prometheus_client.parser import text_string_to_metric_families
-from serving import KEY, ROOM, asked, served
+from serving import KEY, LIMITED, ROOM, asked, served
 
 from outsize.data.tokenizer import ends_in, open_tokenizer
 from outsize.decode.samplers import Sampling
 from outsize.kernels import native
 from outsize.models.build import build
 from outsize.models.families import parse
-from outsize.serve.asks import Ask
+from outsize.serve.asks import Ask, Full
 from outsize.serve.engine import Engine
 from outsize.serve.http import guard
 from outsize.serve.http.answers import unless_left
 from outsize.serve.http.asked import Completion
 from outsize.serve.http.choices import Piece, Weighed, pieces
+from outsize.serve.http.keys import Allowance
 from outsize.serve.http.shapes import Shaped, Shapes
 from outsize.serve.model import Model
 from outsize.serve.policies import POLICIES
@@ -377,6 +379,21 @@ def test_a_body_that_does_not_come(
         assert raw.recv(100).startswith(b"HTTP/1.1 408")
 
 
+def test_half_a_body_does_not_hold_up_the_end(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "LAST", 0.0)
+    engine, ending = Engine(model, ROOM, POLICIES.get("mixed")), ExitStack()
+    address = ending.enter_context(served(engine, "off"))
+    with socket.create_connection(address) as raw:
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n"
+                    b"Authorization: Bearer sesame\r\nExpect: 100-continue\r\n\r\n")  # fmt: skip
+        assert raw.recv(100).startswith(b"HTTP/1.1 100")  # it waits for the body
+        ending.close()
+        assert raw.recv(100).startswith(b"HTTP/1.1 503")
+    engine.close()
+
+
 def test_keys(address: tuple[str, int], client: openai.OpenAI) -> None:
     status, answer, _ = asked(address, "/v1/models", None, "wrong")
     assert status == 401 and answer["error"]["type"] == "authentication_error"
@@ -390,6 +407,31 @@ def test_keys(address: tuple[str, int], client: openai.OpenAI) -> None:
     assert client.models.retrieve("small").id == "small"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("large")
+
+
+def test_a_key_has_what_a_minute_allows(address: tuple[str, int]) -> None:
+    """Thirty tokens: six of a prompt and nine of each of two choices leave six, of seven."""
+    ask = {"prompt": "abcde", "max_tokens": 9, "n": 2, "logit_bias": {"256": -100}}
+    assert asked(address, "/v1/completions", ask, LIMITED.secret)[0] == 200
+    for path, body, words in (
+        ("/v1/embeddings", {"input": "abcdefghijk"}, "30 tokens"),
+        ("/v1/completions", {"prompt": "abcdefghijk", "stream": True}, "30 tokens"),
+        ("/tokenize", {"prompt": "a"}, "3 requests"),
+    ):
+        status, answer, headers = asked(address, path, body, LIMITED.secret)
+        assert status == 429 and answer["error"]["type"] == "rate_limit_error"
+        assert f"this key has had its {words} of a minute" in answer["error"]["message"]
+        assert 1 <= int(headers["retry-after"]) <= 60
+    assert asked(address, "/tokenize", {"prompt": "a"})[0] == 200
+    now = [5.0]
+    one = Allowance(LIMITED, lambda: now[0])
+    one.begin(900)  # more than it ever may have: all that it has
+    now[0] += 2.0 * (900 - 30)
+    with pytest.raises(Full) as found:
+        one.begin(2)
+    assert found.value.wait == pytest.approx(4.0)
+    now[0] += 4.0
+    one.begin(2)
 
 
 def test_an_engine_that_fails_is_the_servers_fault(model: Model) -> None:
@@ -426,7 +468,7 @@ def test_more_than_may_wait_is_refused_with_a_time(
         assert words in answer["error"]["message"]
         assert int(headers["retry-after"]) >= (5 if "slo" in room else 1)
         assert all(one.came is not None for one in (r.ask for r in engine.line.requests.values()))
-        assert {one.ask.owner for one in engine.line.requests.values()} == {f"Bearer {KEY}"}
+        assert {one.ask.owner for one in engine.line.requests.values()} == {KEY}
         assert all(one.cancelled for one in engine.line.requests.values())
         monkey = asked(address, "/health", None)[0]
         assert monkey == 200 and not engine.stuck(1e9) and engine.stuck(-1.0)

@@ -17,10 +17,13 @@ from outsize.serve.asks import Room
 from outsize.serve.engine import Engine
 from outsize.serve.http.app import Serving, app_of
 from outsize.serve.http.guard import Guard
+from outsize.serve.http.keys import Key
 from outsize.serve.http.listening import socket_of
+from outsize.serve.http.run import Server
 from outsize.serve.talk import Talk
 
 KEY = "sesame"
+LIMITED = Key("poppy", requests=3, tokens=30)
 ROOM = Room(pages=64, page=16, slots=4, budget=64, queue=900, context=256)
 
 
@@ -33,10 +36,10 @@ def served(
     template = template_of(None, text, "plain")
     assert template is not None
     talk = talk or Talk(engine.model, text, template)
-    app = Guard(app_of(Serving(engine, text, "small", talk)), [KEY])
+    app = Guard(app_of(Serving(engine, text, "small", talk)), [Key(KEY), LIMITED], lambda: 0.0)
     with socket_of("127.0.0.1", 0) as listening:
         listening.listen()
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan=lifespan))
+        server = Server(uvicorn.Config(app, log_level="error", lifespan=lifespan), app)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:

@@ -24,6 +24,7 @@ from outsize.serve.calls import Call, CallForm
 from outsize.serve.http.asked import Completion, Conversation
 from outsize.serve.http.choices import Piece, Weighed, calling, pieces
 from outsize.serve.http.guard import CAME, fault
+from outsize.serve.http.keys import allowance
 from outsize.serve.http.shapes import Shaped
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Answer(ABC, Generic[Asked]):
         self.asked: Asked = asked
         self.head = {"id": ident, "created": int(time.time()), "model": serving.name}
         self.seed = secrets.randbits(62) if asked.seed is None else asked.seed
-        self.used = 0
+        self.used, self._allowed = 0, allowance({})
         stop = asked.stop or ()
         self.stops = (stop,) if isinstance(stop, str) else tuple(stop)
         for ids in prompts:
@@ -84,9 +85,10 @@ class Answer(ABC, Generic[Asked]):
 
     async def respond(self, request: Request) -> Response:
         """What goes back; nothing more is drawn for a client that has left."""
-        key = request.headers.get("authorization", "")
+        self._allowed = allowance(request.scope)
+        owner = self._allowed.key.secret or request.headers.get("authorization", "")
         came = request.scope.get(CAME)
-        self.asks = [replace(ask, owner=key, came=came) for ask in self.asks]
+        self.asks = [replace(ask, owner=owner, came=came) for ask in self.asks]
         if not self.asked.stream:
             return await unless_left(request, self.whole())
         # What is refused is refused with its status, before the first event is sent.
@@ -132,8 +134,8 @@ class Answer(ABC, Generic[Asked]):
 
     async def _pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """Of all choices, as they come; where one fails the others are cancelled."""
+        self._allowed.begin(sum(map(len, self.prompts)))
         came = asyncio.Queue[tuple[int, Piece | BaseException]]()
-
         refused = False
 
         async def follow(number: int, ask: Ask) -> None:
@@ -158,7 +160,9 @@ class Answer(ABC, Generic[Asked]):
                 number, piece = await came.get()
                 if isinstance(piece, BaseException):
                     raise piece
-                self.used += len(piece.tokens) + piece.unseen
+                drew = len(piece.tokens) + piece.unseen
+                self._allowed.drew(drew)
+                self.used += drew
                 left -= piece.reason is not None
                 yield number, piece
         finally:

@@ -10,7 +10,6 @@ import asyncio
 import base64
 import itertools
 import json
-import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -42,7 +41,8 @@ from outsize.serve.http.asked import (
     Text,
     Tokens,
 )
-from outsize.serve.http.guard import fault
+from outsize.serve.http.guard import fault, later
+from outsize.serve.http.keys import allowance
 from outsize.serve.http.metrics import metrics_of
 from outsize.serve.http.shapes import Shapes
 from outsize.serve.http.told import answers
@@ -50,8 +50,8 @@ from outsize.serve.model import ends_of
 from outsize.serve.pooling import PLAIN, Pooling
 from outsize.serve.talk import Talk
 
-_BODY = (400, 404, 408, 413)  # what may come where a body is read
-_ASKED = (*_BODY, 429, 500)
+_BODY = (400, 404, 408, 413, 503)  # what may come where a body is read
+_ASKED = (*_BODY, 500)
 _FIELDS = frozenset((*Completion.model_fields, *Conversation.model_fields, "dimensions", "tokens"))
 STUCK = 120.0  # seconds without a step while somebody waits
 
@@ -137,8 +137,7 @@ def _errors(app: FastAPI, serving: Serving) -> None:
     @app.exception_handler(OutsizeError)
     async def ours(_: Request, error: OutsizeError) -> Response:
         if isinstance(error, Full):
-            later = {"Retry-After": str(max(1, math.ceil(error.wait)))}
-            return said(429, str(error), headers=later)
+            return said(429, str(error), headers=later(error))
         if serving.engine.fault is not None:
             return said(500, str(error))  # whatever was asked
         if isinstance(error, Missing):
@@ -268,6 +267,7 @@ def _embeddings(app: FastAPI, serving: Serving) -> None:
         texts = await asyncio.to_thread(_framed, serving, _listed(asked.input))
         for ids in texts:
             serving.engine.check(ids, 1)
+        allowance(request.scope).begin(sum(map(len, texts)))
         return await unless_left(request, _vectors(serving, asked, texts))
 
 

@@ -1,4 +1,4 @@
-"""What stands before the API: keys, and bodies that are too large or never come."""
+"""What stands before the API: keys and their limits, bodies that are too large or never come."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import asyncio
 import contextlib
 import hmac
 import json
-import stat
+import math
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outsize.errors import OutsizeError
-from outsize.texts import read_text
+from outsize.serve.asks import Full
+from outsize.serve.http.keys import ALLOWED, Allowance, Key
 
 MOST_BYTES = 16 << 20  # of a body
 SECONDS = 30.0  # in which a whole body comes
+LAST = 2.0  # that a body has which is under way when the server ends
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 CAME = "outsize.came"  # of a scope: seconds of the engine's clock when its headers had come
 OPEN = ("/health", "/metrics", "/")  # to whoever asks
@@ -29,24 +30,26 @@ class _Refused(HTTPException):
     """As the API's own, so that it looks alike whoever finds it out."""
 
 
-def keys_in(path: Path) -> tuple[str, ...]:
-    """Of a file, a key a line. OutsizeError for one that others can read, or without a key."""
-    if not path.is_file():
-        raise OutsizeError(f"--key-file {path} is no file; expected keys, a line each")
-    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise OutsizeError(f"--key-file {path} can be read by others; chmod 600 {path}")
-    keys = tuple(line.strip() for line in read_text(path).splitlines() if line.strip())
-    if not keys or not all(key.isascii() for key in keys):
-        raise OutsizeError(f"--key-file {path}; expected keys in ASCII, a line each")
-    return keys
-
-
 class Guard:
     """keys: of which a request has one; none: everybody may ask. Whoever is let in is waited on
-    from then: while the body comes and is read, too."""
+    from then: while the body comes and is read, too. clock: gives the seconds of what keys have."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str] = ()) -> None:
-        self._app, self._keys = app, [key.encode() for key in keys]
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[Key] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._app = app
+        self._keys = [(one.secret.encode(), Allowance(one, clock)) for one in keys]
+        self._last: float | None = None
+        self._coming = set[asyncio.Timeout]()
+
+    def end(self) -> None:
+        """The server ends: bodies that are under way are waited for only a moment."""
+        self._last = asyncio.get_running_loop().time() + LAST
+        for one in self._coming:
+            one.reschedule(min(one.when() or self._last, self._last))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,46 +58,63 @@ class Guard:
         scope[CAME] = time.monotonic()
         try:
             headers = dict(scope["headers"])
-            self._known(scope["path"], headers.get(b"authorization", b""))
+            if self._keys and scope["path"] not in OPEN:
+                scope[ALLOWED] = self._known(headers.get(b"authorization", b""))
+                scope[ALLOWED].ask()
             declared = headers.get(b"content-length", b"0")
             if declared.isdigit() and int(declared) > MOST_BYTES:
                 raise _Refused(413, f"a body of {int(declared):,} bytes; at most {MOST_BYTES:,}")
         except _Refused as error:
             await _say(send, error.status_code, error.detail)
             return
-        with contextlib.suppress(asyncio.CancelledError):  # a second signal has ended the server
-            await self._app(scope, _bounded(receive), send)
-
-    def _known(self, path: str, said: bytes) -> None:
-        if not self._keys or path in OPEN:
+        except Full as error:
+            await _say(send, 429, str(error), later(error))
             return
+        with contextlib.suppress(asyncio.CancelledError):  # a second signal has ended the server
+            await self._app(scope, self._bounded(receive), send)
+
+    def _known(self, said: bytes) -> Allowance:
         scheme, _, key = said.partition(b" ")
-        if scheme.lower() != b"bearer" or not any(
-            [hmac.compare_digest(key, one) for one in self._keys]
-        ):
+        found = [one for own, one in self._keys if hmac.compare_digest(key, own)]  # asks all
+        if scheme.lower() != b"bearer" or not found:
             raise _Refused(401, "no key of this server; expected Authorization: Bearer KEY")
+        return found[0]
 
+    def _bounded(self, receive: Receive) -> Receive:
+        size, over = 0, False
+        until = asyncio.get_running_loop().time() + SECONDS
 
-def _bounded(receive: Receive) -> Receive:
-    size, over = 0, False
-    until = asyncio.get_running_loop().time() + SECONDS
+        async def some() -> Message:
+            nonlocal size, over
+            if over:  # what comes now is the client's leaving
+                return await receive()
+            message = await self._coming_by(until, receive)
+            size += len(message.get("body", b""))
+            over = not message.get("more_body", False)
+            if size > MOST_BYTES:
+                raise _Refused(413, f"a body of more than {MOST_BYTES:,} bytes")
+            return message
 
-    async def some() -> Message:
-        nonlocal size, over
-        if over:  # what comes now is the client's leaving
-            return await receive()
+        return some
+
+    async def _coming_by(self, until: float, receive: Receive) -> Message:
+        """A part of a body."""
+        limit = asyncio.timeout_at(until if self._last is None else min(until, self._last))
+        self._coming.add(limit)
         try:
-            async with asyncio.timeout_at(until):
-                message = await receive()
+            async with limit:
+                return await receive()
         except TimeoutError:
+            if self._last is not None:
+                raise _Refused(503, "the server ends, and the body had not come") from None
             raise _Refused(408, f"the body did not come within {SECONDS:g} s") from None
-        size += len(message.get("body", b""))
-        over = not message.get("more_body", False)
-        if size > MOST_BYTES:
-            raise _Refused(413, f"a body of more than {MOST_BYTES:,} bytes")
-        return message
+        finally:
+            self._coming.discard(limit)
 
-    return some
+
+def later(error: Full) -> dict[str, str]:
+    """The header that says when to ask again."""
+    return {"Retry-After": str(max(1, math.ceil(error.wait)))}
 
 
 def fault(status: int, message: str, param: str | None = None) -> dict[str, Any]:
@@ -104,8 +124,11 @@ def fault(status: int, message: str, param: str | None = None) -> dict[str, Any]
     return {"error": {"message": message, "type": kind, "param": param, "code": None}}
 
 
-async def _say(send: Send, status: int, message: str) -> None:
+async def _say(
+    send: Send, status: int, message: str, more: Mapping[str, str] = MappingProxyType({})
+) -> None:
     body = json.dumps(fault(status, message)).encode()
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    headers += [(name.lower().encode(), value.encode()) for name, value in more.items()]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -19,6 +19,7 @@ from outsize.errors import OutsizeError
 from outsize.serve.engine import Engine
 from outsize.serve.http.app import Serving, app_of
 from outsize.serve.http.guard import Guard
+from outsize.serve.http.keys import Key
 from outsize.serve.pooling import pooling_in
 from outsize.serve.talk import Talk
 
@@ -33,7 +34,7 @@ def run(
     said: Path,
     template: str,
     tokenizer: str | None,
-    keys: tuple[str, ...],
+    keys: tuple[Key, ...],
     listening: socket.socket,
     plan: Sequence[str],
 ) -> None:
@@ -48,8 +49,9 @@ def run(
     serving = Serving(engine, text, name, talk, plan, bool(keys), pooling)
     host, port = listening.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    guard = Guard(app_of(serving), keys)
     config = uvicorn.Config(
-        Guard(app_of(serving), keys),
+        guard,
         log_level="warning",
         timeout_graceful_shutdown=_DRAIN,
         backlog=_WAITING,
@@ -59,9 +61,21 @@ def run(
     listening.listen(_WAITING)  # who comes from now on waits
     chats = "" if talk is not None else "; no chat template, so no chats"
     click.echo(f"serving {serving.name} at {address}/v1, a page to try it at {address}{chats}")
-    _until_the_end(uvicorn.Server(config), engine, listening)
+    _until_the_end(Server(config, guard), engine, listening)
     if engine.fault is not None:
         raise OutsizeError(f"the engine has failed: {engine.fault}")
+
+
+class Server(uvicorn.Server):
+    """One that says to what stands before the API that it ends."""
+
+    def __init__(self, config: uvicorn.Config, guard: Guard) -> None:
+        super().__init__(config)
+        self._guard = guard
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._guard.end()
+        await super().shutdown(sockets)
 
 
 def _until_the_end(server: uvicorn.Server, engine: Engine, listening: socket.socket) -> None:

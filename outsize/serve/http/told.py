@@ -144,9 +144,9 @@ _WHY = {
     404: "No such path or model.",
     408: "The body did not come in time.",
     413: "The body is too large.",
-    429: "Too many wait; Retry-After says when to ask again.",
+    429: "Too many wait, or the key has had its share; Retry-After says when to ask again.",
     500: "The engine has ended the request.",
-    503: "Requests wait, and no step is made.",
+    503: "Requests wait, and no step is made; or the server ends.",
 }
 
 
@@ -155,5 +155,5 @@ def answers(model: type[BaseModel], *statuses: int, streamed: bool = False) -> d
     right: dict[str, Any] = {"model": model}
     if streamed:
         right["content"] = {"text/event-stream": {}}
-    errors = {one: {"model": Error, "description": _WHY[one]} for one in (401, *statuses)}
+    errors = {one: {"model": Error, "description": _WHY[one]} for one in (401, 429, *statuses)}
     return {"responses": {200: right, **errors}}
