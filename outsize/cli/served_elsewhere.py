@@ -15,6 +15,7 @@ from outsize.errors import OutsizeError
 
 if TYPE_CHECKING:
     from outsize.cli.elsewhere import Elsewhere
+    from outsize.models.coding import Format
     from outsize.serve.elsewhere import Divided, Found
     from outsize.serve.played import Arrival
     from outsize.serve.slo import Slo
@@ -24,7 +25,7 @@ _TRAINED = (
     "price", "watts", "sets", "out", "prompt_tokens", "max_tokens", "temperature", "top_k", "top_p",
 )  # fmt: skip
 _HERE = ("host_memory", "disk", "tiers", "workers", "cache", "queue")
-FORMATS = ("bf16", "fp8")  # of weights, whose products are priced
+PRODUCTS = ("bf16", "fp8")  # of weights as they are multiplied, the first also of those in codes
 
 
 def show(
@@ -51,23 +52,34 @@ def show(
     cluster = parse_spec(spec)
     if not cluster.alike:
         raise OutsizeError("--serve plans for like devices alone; expected one kind in --hardware")
-    weights = said.weights or FORMATS[0]
-    if weights not in FORMATS:
-        raise OutsizeError(
-            f"--weights {weights} is not priced there; expected {' or '.join(FORMATS)}"
-        )
+    weights = said.weights or PRODUCTS[0]
+    codes = None if weights in PRODUCTS else _codes(weights)
     slo, usual = NONE if said.slo is None else parse_slo(said.slo), Usual()
     memory = places["memory"]
     wanted = Wanted(
-        weights, said.requests or usual.requests, said.step or usual.budget,
+        weights if codes is None else PRODUCTS[0],
+        said.requests or usual.requests, said.step or usual.budget,
         candidates(said.policy, slo), slo, None if memory is None else parse_bytes(memory),
-        said.context, _tensor(places["mesh"]), said.step is None,
+        said.context, _tensor(places["mesh"]), said.step is None, codes,
     )  # fmt: skip
     found = divide(shape_of(name), cluster.groups[0], wanted, partial(_coming, said))
     if as_json:
         _as_json(found)
         return
     _print(f"{name} in {weights}", found, slo, elsewhere.top)
+
+
+def _codes(weights: str) -> Format:
+    """What weights lie in, to be unpacked beside their products."""
+    from outsize.models.coding import EIGHTS, HEAD, format_of
+
+    for behind in (HEAD, *EIGHTS):
+        if behind in weights:
+            raise OutsizeError(
+                f"--weights {weights}: {behind} is not priced there; expected"
+                f" {', '.join(PRODUCTS)} or a format without it"
+            )
+    return format_of(weights, "--weights")
 
 
 def _coming(said: Serving, copies: int) -> Sequence[Arrival]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from outsize.errors import OutsizeError
 from outsize.foresight.layout import NARROW
 from outsize.foresight.shape import Shape
 from outsize.foresight.sources import BYTES, Roofline, source_of
 from outsize.hardware.cluster import Group
+from outsize.models.coding import Format
 from outsize.serve.price import Curve, Price
 
 # Parts of the sheet that long runs reach: AIConfigurator's of memory, raised by what streaming
@@ -44,7 +46,9 @@ SAMPLED = (
 @dataclass(frozen=True)
 class Served:
     """A model on the workers of a tensor axis. host, each: seconds of the processor in every step
-    and for every request that draws in it: scheduling, sampling, answers."""
+    and for every request that draws in it: scheduling, sampling, answers. codes: what the blocks'
+    weights lie in; they are read as such and unpacked beside products in `precision` (Frantar et
+    al., "MARLIN", 2024)."""
 
     shape: Shape
     machines: Group
@@ -52,6 +56,28 @@ class Served:
     precision: str
     host: float
     each: float = 0.0
+    codes: Format | None = None
+
+    def __post_init__(self) -> None:
+        if self.codes is None:
+            return
+        if self.machines.device.banks is not None:
+            raise OutsizeError(f"{self.codes.name} is not priced in memory that computes")
+        s = self.shape
+        wide = [s.d_inner] * bool(s.parts.plain) + [s.expert_inner] * bool(s.parts.routed)
+        for some in (s.attention, *map(s.mlp, wide)):
+            for index, (inner, out, cut) in enumerate(some):
+                _, inputs = self._cut(inner, out, cut, index)
+                if inputs % self.codes.group:
+                    raise OutsizeError(
+                        f"{self.codes.name} has groups of {self.codes.group} weights, which do not"
+                        f" divide the {inputs} inputs of a product on one worker"
+                    )
+
+    @property
+    def _bytes(self) -> float:
+        """Bytes of a weight of the blocks."""
+        return BYTES[self.precision] if self.codes is None else self.codes.bits / 8
 
     def price(self) -> Price:
         """Of its steps."""
@@ -80,14 +106,15 @@ class Served:
     def weights(self) -> float:
         """Bytes on one worker."""
         ends = self.shape.of_vocabulary * (1 if self.shape.tied else 2)
+        ends += self.shape.layers * self.shape.of_norms
         inner = self.shape.parameters - ends
-        return (inner * BYTES[self.precision] + 2.0 * ends) / self.tensor
+        return (inner * self._bytes + 2.0 * ends) / self.tensor
 
     def _blocks(self, tokens: int) -> float:
         """Seconds of so many tokens through the blocks, with nothing before them."""
         s, found = self.shape, self.host
         products = sum(
-            self._product(tokens, *self._cut(inner, out, cut, index), self.precision)
+            self._product(tokens, *self._cut(inner, out, cut, index), self.precision, self._bytes)
             for index, (inner, out, cut) in enumerate(s.attention)
         )
         dense = s.parts.plain / s.layers
@@ -109,7 +136,7 @@ class Served:
 
     def _mlp(self, tokens: float, inner: int) -> float:
         return sum(
-            self._product(tokens, *self._cut(i, o, cut, index), self.precision)
+            self._product(tokens, *self._cut(i, o, cut, index), self.precision, self._bytes)
             for index, (i, o, cut) in enumerate(self.shape.mlp(inner))
         )
 
@@ -126,16 +153,19 @@ class Served:
             return out, inner
         return (out // self.tensor, inner) if index % 2 == 0 else (out, inner // self.tensor)
 
-    def _product(self, tokens: float, out: int, inner: int, dtype: str) -> float:
-        """Seconds: of reading the weights, by as many multiprocessors as have columns of their own
-        where nothing splits the inner dimension (8 bits), or of computing."""
+    def _product(
+        self, tokens: float, out: int, inner: int, dtype: str, each: float | None = None
+    ) -> float:
+        """Seconds of reading the weights, by as many multiprocessors as have columns of their own
+        where nothing splits the inner dimension (8 bits), or of computing. each: bytes of a weight,
+        None for those of the dtype."""
         device = self.machines.device
         if device.banks is not None:
             return source_of(device).product(math.ceil(tokens), out, inner, dtype).seconds
         wide = device.bandwidth.value * STREAMED
         if dtype in NARROW and device.cores:
             wide *= min(1.0, AHEAD * math.ceil(out / TILE) / device.cores)
-        read = out * inner * BYTES[dtype] / wide
+        read = out * inner * (each or BYTES[dtype]) / wide
         done = 2.0 * _rows(tokens) * out * inner
         return max(read, done / (Roofline(device).peak(dtype) * COMPUTED))
 

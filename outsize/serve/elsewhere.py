@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from outsize.errors import OutsizeError, counted
 from outsize.foresight.shape import Shape
 from outsize.hardware.cluster import Group
+from outsize.models.coding import Format
 from outsize.serve.asks import Room
 from outsize.serve.described import Served
 from outsize.serve.played import Arrival
@@ -25,10 +26,11 @@ from outsize.serve.traffic import Way, check, most, ways, worth
 
 @dataclass(frozen=True)
 class Wanted:
-    """precision: of the weights; requests: at once, and step: tokens of a step, of each copy; most:
-    bytes of a device that serving may have, None for what is kept of it by default; context: tokens
-    of a request, None for what the pages hold; tensor: workers of each copy, None for any;
-    policies: of which the best is taken; smaller: whether shorter steps are tried too."""
+    """precision: of products, and of the weights but where they lie in codes; requests: at once,
+    and step: tokens of a step, of each copy; most: bytes of a device that serving may have, None
+    for what is kept of it by default; context: tokens of a request, None for what the pages hold;
+    tensor: workers of each copy, None for any; policies: of which the best is taken; smaller:
+    whether shorter steps are tried too; codes: what the blocks' weights lie in."""
 
     precision: str
     requests: int
@@ -39,6 +41,7 @@ class Wanted:
     context: int | None = None
     tensor: int | None = None
     smaller: bool = True
+    codes: Format | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def _divided(
         raise OutsizeError(f"a node has {counted(group.node, 'device')}, which it does not divide")
     if shape.heads % tensor:
         raise OutsizeError(f"it does not divide {counted(shape.heads, 'head')}")
-    served = Served(shape, group, tensor, wanted.precision, *LATER)
+    served = Served(shape, group, tensor, wanted.precision, *LATER, wanted.codes)
     room = room_of(served, wanted.step, wanted.most)
     held = room.context
     context = min(held, wanted.context or held)
