@@ -7,7 +7,7 @@ rows takes a second, so that constants can be fitted anew without each publicati
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ NOISE = 0.05  # of a published step time, in logarithms
 BEND = 2.5  # deviations from which an error counts by its size
 STEPS = 40
 STILL = 1e-6
+SMALL = 1e-5  # of logarithms: a difference that stands for a derivative
 
 
 def fit(
@@ -41,10 +42,10 @@ def fit(
     found = errors(constants)
     now = cost(constants, found)
     for _ in range(STEPS):
-        slopes = _slopes(errors, constants, found)
+        by = slopes(model, batch, constants) / NOISE
         weight = voice * np.where(np.abs(found) < BEND, 1.0, BEND / np.maximum(np.abs(found), BEND))
-        left = slopes.T @ (weight[:, None] * slopes) + np.diag(model.deviation**-2.0)
-        right = slopes.T @ (weight * found) + (constants - model.centre) / model.deviation**2
+        left = by.T @ (weight[:, None] * by) + np.diag(model.deviation**-2.0)
+        right = by.T @ (weight * found) + (constants - model.centre) / model.deviation**2
         step = np.linalg.solve(left + damping * np.diag(np.diag(left)), right)
         tried = constants - np.clip(step, -0.5, 0.5)
         after = errors(tried)
@@ -67,12 +68,15 @@ def _voices(publications: list[str]) -> Array:
     return np.array([count[name] ** -0.5 for name in publications])
 
 
-def _slopes(errors: Callable[[Array], Array], at: Array, found: Array) -> Array:
-    """Of every error by every constant."""
-    small = 1e-5
-    columns = []
-    for i in range(len(at)):
-        moved = at.copy()
-        moved[i] += small
-        columns.append((errors(moved) - found) / small)
-    return np.array(columns).T
+def slopes(model: Model, batch: Batch, at: Array) -> Array:
+    """Of the logarithm of every run's seconds by every constant. A constant multiplies one lane of
+    the runs that it applies to, so that one difference for each lane says all."""
+    lanes, now = list(dict.fromkeys(model.lanes)), np.log(model.seconds(batch, at).total)
+    ones = np.ones((len(now), len(lanes)))
+    every = replace(model, lanes=(*model.lanes, *lanes), applies=np.hstack([model.applies, ones]))
+    found = {}
+    for lane, moved in zip(lanes, SMALL * np.eye(len(lanes)), strict=True):
+        made = every.seconds(batch, np.concatenate([at, moved])).total
+        found[lane] = (np.log(made) - now) / SMALL
+    by_constant: Array = np.array([found[lane] for lane in model.lanes]).T * model.applies
+    return by_constant

@@ -8,7 +8,7 @@ from typing import Literal
 from outsize.errors import OutsizeError, expect, nearest
 
 Recompute = Literal["none", "full", "attention", "half", "norms", "experts"]
-Vocabulary = Literal["last", "cut", "moved"]
+Vocabulary = Literal["last", "cut", "interlaced", "moved"]
 STORED = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 NARROW = (
     "fp8",
@@ -43,6 +43,10 @@ class Stack:
     family: str = "torch"  # "megatron": gradients are added up in products, one buffer of them
     beside_data: bool = True
     beside_tensor: bool = False
+    # Whether sums of a backward pass over the tensor axis go on beside products of weights'
+    # gradients (Korthikanti et al., Reducing activation recomputation in large transformer models,
+    # 2022; Megatron-LM 3.0, LinearWithGradAccumulationAndAsyncCommunication).
+    behind: bool = False
     scattered: bool = False
     keys_whole: bool = False  # whether keys and values stay as the context axis gathered them
     sequence: bool = False  # sequence parallelism wherever there is a tensor axis
@@ -62,6 +66,9 @@ class Stack:
     balanced: bool = False  # whether stages are cut by parameters, embedding and output among them
     joined: bool = False  # whether products of experts gate and cast what they give
     woven: bool = False  # whether experts' exchanges go on beside another microbatch's layers
+    # Whether a context axis passes keys and values repeated for all heads and adds its parts up in
+    # 32 bits by kernels of their own (torchtitan's repeat_kv, PyTorch's _SDPAMerger).
+    merged: bool = False
 
     @property
     def added(self) -> float:
@@ -175,6 +182,21 @@ class Layout:
     def tokens(self) -> float:
         """Of a microbatch, on one worker of the context axis."""
         return self.rows * self.sequence / self.context
+
+    @property
+    def vocabulary_over(self) -> int:
+        """Stages that have a part of the vocabulary each; 1 where it is at the ends."""
+        return self.pipeline if self.vocabulary in ("cut", "interlaced") else 1
+
+    @property
+    def waiting(self) -> float:
+        """Microbatches of a stage beyond those of 1F1B, for parts of a vocabulary on all stages:
+        each is a beat that its backward pass comes later (Yeung et al., Balancing pipeline
+        parallelism with vocabulary parallelism, 2024: p + 2 with two barriers, 1.5 p interlaced;
+        Qi et al., Pipeline parallelism with controllable memory, 2024: lifespans are beats)."""
+        if self.vocabulary_over == 1:
+            return 0.0
+        return 2.0 if self.vocabulary == "cut" else self.pipeline / 2
 
     @property
     def narrow(self) -> bool:

@@ -197,7 +197,7 @@ def _parameters(shape: Shape, lay: Layout, place: int) -> tuple[float, float]:
         if last:
             mine = min(1.0, shape.parts.routed / behind)
         experts *= mine / average
-    kept = ends if place == 0 or last or lay.vocabulary == "cut" else 0.0
+    kept = ends if place == 0 or last or lay.vocabulary_over > 1 else 0.0
     return (plain - ends) * part + kept, experts * part
 
 
@@ -228,7 +228,7 @@ def _in_flight(lay: Layout, place: int) -> float:
     if p == 1:
         return 1.0
     behind = p - 1 - place
-    whole = float(behind + 1 + lay.stack.buffers)
+    whole = behind + 1 + lay.stack.buffers + lay.waiting
     if v > 1:
         whole = (2 * behind + (v - 1) * p + 1) / v
     return min(float(m), whole)
@@ -290,8 +290,7 @@ def _head(shape: Shape, lay: Layout) -> float:
         inner = max(shape.d_inner, shape.active * shape.expert_inner + shape.shared)
         return max(ending, lay.tokens * stored(lay) * (3 * inner + 4 * shape.hidden))
     cut = lay.tensor if lay.stack.logits_cut else 1
-    if lay.vocabulary == "cut":
-        cut *= lay.pipeline
+    cut *= lay.vocabulary_over
     joined = JOINED if cut < lay.tensor else 0.0
     spread = lay.tensor if lay.sequence_parallel else 1
     each = shape.vocab / cut * (lay.stack.logits + joined)

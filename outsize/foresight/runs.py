@@ -301,7 +301,7 @@ def _sequence(row: Mapping[str, str], source: Source, tensor: int) -> bool:
 
 def _vocabulary(notes: str) -> Any:
     if notes.startswith(("Vocab-", "Interlaced")):
-        return "cut"
+        return "cut" if notes.startswith("Vocab-") else "interlaced"
     return "moved" if notes.startswith("Redis") else "last"
 
 

@@ -24,7 +24,7 @@ from outsize.foresight.links import Ranks, seconds
 from outsize.foresight.network import Network, network_of
 from outsize.foresight.shape import Shape
 from outsize.foresight.sources import CostSource, source_of
-from outsize.foresight.work import Lanes, Work, add, lanes
+from outsize.foresight.work import Lanes, Work, add, lanes, over_stages
 from outsize.hardware.cluster import Cluster
 from outsize.hardware.talking import norm
 
@@ -47,7 +47,8 @@ UPDATED = 32.0  # bytes an update reads and writes of a parameter: gradient, mas
 class Terms:
     """Seconds of lanes: of a microbatch on a middle stage and on the last one; at the step's end.
 
-    slots: m, the microbatches; fill: other stages over chunks; nodes: machines of the run."""
+    slots: m, the microbatches, and beats that a backward pass comes later; fill: other stages over
+    chunks; nodes: machines of the run."""
 
     middle: Mapping[str, float]
     last: Mapping[str, float]
@@ -81,8 +82,9 @@ def terms(
     if layout.resting != Resting():
         _moved_below(cluster, work, last, end)
     nodes = max(1, layout.devices // machines.node)
+    slots = layout.microbatches + layout.waiting
     return Terms(
-        middle, last, end, layout.microbatches, layout.pipeline, layout.chunks, nodes,
+        middle, last, end, slots, layout.pipeline, layout.chunks, nodes,
         _window(layout), spare, _norm(cluster), HIDDEN if layout.stack.woven else GATHERED,
         bool(machines.device.measured.matmul),
     )  # fmt: skip
@@ -136,11 +138,11 @@ def _computed(work: Work) -> tuple[Lanes, Lanes]:
         add(middle, work.recomputed.layer, again)
         add(last, work.recomputed.layer, min(again, behind))
     heads = 1 + shape.predicted
-    if how == "cut" and p > 1:
-        add(middle, work.head, heads / p)
-        add(last, work.head, heads / p)
-    else:
-        add(last, work.head, heads)
+    add(last, work.head, heads)
+    if work.layout.vocabulary_over > 1:
+        add(middle, work.head, heads)
+        for stage in (middle, last):
+            stage["passed" if how == "cut" else "stages"] += over_stages(work)
     return middle, last
 
 
@@ -234,7 +236,7 @@ def held(shape: Shape, layout: Layout, ends: bool = True) -> tuple[float, float]
     each = (shape.of_mixers + dense) / shape.layers + routed * shape.of_shared
     plain = layers * (each / t + shape.of_norms)
     vocab = shape.of_vocabulary / (t if layout.stack.vocabulary_cut else 1)
-    if layout.vocabulary == "cut":
+    if layout.vocabulary_over > 1:
         plain += vocab / p * (1 if shape.tied else 2)
     elif p > 1:
         plain += vocab if ends else 0.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from outsize.foresight.layout import Layout, stored
-from outsize.foresight.links import Ranks, exchange, ranks, seconds
+from outsize.foresight.links import Operation, Ranks, exchange, ranks, seconds
 from outsize.foresight.network import Network
 from outsize.foresight.shape import Shape
 from outsize.foresight.sources import KERNELS as KERNELS_FUSED
@@ -32,6 +32,12 @@ DROPPED = 1.5  # halves of H: masks of dropout
 # Bytes of a score of unfused attention, forward and back: written by the product, masked,
 # normalised, dropped out, read by the next product.
 SCORES = {"fused": (13.0, 17.0), "plain": (24.0, 28.0)}
+# Bytes of an element of a head's output for each other part of a sequence whose keys come: forward,
+# widened to 32 bits (6) and added by three kernels (12, 8, 12), of half of the parts to half of the
+# rows (27 with their halves joined), keys and values joined to be sent (8); back, three gradients
+# added up in 32 bits (10 each), two of them and keys and values joined (24). PyTorch 2.6,
+# distributed/tensor/experimental/_attention.py.
+MERGED = (40.0, 54.0)
 ALIGNED = 8  # a head's size of other multiples has no tensor cores (NVIDIA, the same guide)
 SCALAR = 4.0  # times as long on the cores that remain, beyond lines that are not whole
 LOGITS = (4.0, 4.0)  # bytes of a logit: read twice, its gradient written over it and read
@@ -94,13 +100,15 @@ class Work:
 
     @cached_property
     def head(self) -> Lanes:
-        """The last layer with its loss, forward and back; always in 16 bits."""
+        """The last layer with its loss, forward and back, or a stage's part of it; always in 16
+        bits."""
         cut = self.layout.tensor if self.layout.stack.vocabulary_cut else 1
-        tokens, rows = self.layout.tokens, padded(self.shape.vocab) / cut
+        over = self.layout.vocabulary_over
+        tokens, rows = self.layout.tokens, padded(self.shape.vocab) / cut / over
         found = lanes()
         for m, n, k in _three(tokens, rows, self.shape.hidden):
             found["matmul"] += self.source.product(m, n, k, self._wide).seconds
-        whole = rows if self.layout.stack.logits_cut else self.shape.vocab
+        whole = rows if self.layout.stack.logits_cut else self.shape.vocab / over
         found["traffic"] = self.source.traffic(sum(LOGITS) * tokens * whole).seconds
         return found
 
@@ -143,11 +151,18 @@ class Work:
         found = self._matrices(self.shape.attention, tokens)
         add(found, self._scores())
         if self.layout.context > 1:
-            s, mine = self.shape, self.layout.tokens
-            kept = 2 * s.n_groups * s.d_head * 2 * mine / self.layout.tensor
+            s, mine, merged = self.shape, self.layout.tokens, self.layout.stack.merged
+            groups = s.heads if merged else s.n_groups
+            kept = 2 * groups * s.d_head * 2 * mine / self.layout.tensor
             group = self.ranks(self.layout.context, self.layout.tensor)
             one = seconds("gather", kept * self.layout.context, group, self.machines)
-            found["ring"] += 3 * one  # keys and values forward and back, and their gradients
+            again = self.layout.recompute == "full"
+            # Keys and values forward and back, and their gradients, which may be in 32 bits.
+            found["ring"] += (3 + again + merged) * one
+            if merged:
+                moved = sum(MERGED) + again * MERGED[0]
+                moved *= (self.layout.context - 1) * s.heads * s.d_head * mine
+                found["traffic"] += self.source.traffic(moved / self.layout.tensor).seconds
         return found
 
     def _kernel(self) -> str:
@@ -322,6 +337,9 @@ class Work:
             else:
                 count = 4 + (2 if lay.recompute == "full" else 0)
                 one = seconds("all_reduce", whole, self.tensor, self.machines)
+            if lay.stack.behind:
+                beside = 4 if lay.sequence_parallel else 2
+                count, found["passed"] = count - beside, beside * one
             found["tensor"] = count * one / (2 if lay.stack.parallel else 1)
         return found
 
@@ -334,6 +352,18 @@ class Work:
         # In 8 bits where one scale for a tensor is known beforehand.
         narrow = distributed and lay.precision == "fp8"
         return gathers / (2 if narrow else 1) + (6 if full else 4)
+
+
+def over_stages(work: Work) -> float:
+    """Seconds of what a microbatch says where every stage has a part of the vocabulary: sums for
+    the first layer, what the last one gives to all, and gradients the other way; beside vocabulary
+    passes, waited for by interlaced ones, whose sums go to all (Yeung et al., Balancing pipeline
+    parallelism with vocabulary parallelism, 2024)."""
+    lay = work.layout
+    group = work.ranks(lay.pipeline, lay.devices // lay.pipeline)
+    size = lay.tokens * work.shape.hidden * stored(lay) / lay.tensor
+    sums: Operation = "scatter" if lay.vocabulary == "cut" else "all_reduce"
+    return sum(2 * seconds(one, size, group, work.machines) for one in ("gather", sums))
 
 
 def padded(vocab: int) -> int:

@@ -18,7 +18,7 @@ from outsize.foresight.planning.layouts import WIDE
 from outsize.foresight.shape import Latent, Shape
 from outsize.foresight.sources import Roofline, Table, systolic, tiled
 from outsize.foresight.step import LANES, Terms, beat, combine, layers_of, layers_on, terms
-from outsize.foresight.work import BLOCKED, KERNELS, LAUNCH, OF_EXPERT, ROUTED
+from outsize.foresight.work import BLOCKED, KERNELS, LAUNCH, MERGED, OF_EXPERT, ROUTED
 from outsize.hardware import Matmul, Measured, Rate, catalogue, parse_spec
 from outsize.hardware.cluster import FAR, NEAR
 from outsize.models.families import parse
@@ -99,6 +99,40 @@ def test_a_pipeline_within_a_node_sends_over_its_border_to_the_next_one() -> Non
     chunks = terms(GPT, replace(lay, chunks=3), cluster)
     assert "stages" not in chunks.middle and chunks.spare == 0.0
     assert chunks.middle["passed"] == pytest.approx(3 * far)
+
+
+@pytest.mark.parametrize("how", ["cut", "interlaced"])
+def test_a_vocabulary_over_all_stages_says_what_its_ends_need(how: Any) -> None:
+    """Vocabulary passes have it beside them and wait two beats for two barriers; interlaced ones
+    wait for sums to all, and half a pipeline of beats. A stage keeps as many microbatches more."""
+    cluster = parse_spec("2 x 8 A100-SXM-80 @ 25GB/s")
+    own = layout(devices=16, tensor=1, pipeline=16, batch=64)
+    last, made = (terms(GPT, replace(own, vocabulary=v), cluster) for v in ("last", how))
+    size, group = 4 * 2048 * GPT.hidden * 2, ranks(16, 1, 8)
+    sums: Any = "scatter" if how == "cut" else "all_reduce"
+    said = 2 * sum(seconds(each, size, group, A100) for each in ("gather", sums))
+    if how == "cut":
+        assert made.middle["passed"] == pytest.approx(said)
+        assert made.middle["stages"] == last.middle["stages"]
+    else:
+        assert made.middle["stages"] - last.middle["stages"] == pytest.approx(said)
+        assert "passed" not in made.middle
+    later = {"cut": 2, "interlaced": 8}[how]
+    assert made.slots == last.slots + later == 16 * 4 + later - 48
+    many = replace(own, batch=4096)
+    whole = [memory(GPT, replace(many, vocabulary=v)).activations for v in ("last", how)]
+    assert whole[1] / whole[0] == pytest.approx((16 + later) / 16)
+
+
+def test_sums_of_a_backward_pass_go_on_beside_products_of_weights() -> None:
+    """Of six sums of a layer that is computed again two, of 14 gathers and scatters four."""
+    cluster = parse_spec("8 x A100-SXM-80")
+    for more, hidden, whole in (({}, 2, 6), ({"sequence_parallel": True}, 4, 14)):
+        lay = layout(recompute="full", **more)
+        held = replace(lay, stack=replace(MEGATRON, behind=True))
+        before, after = (terms(GPT, each, cluster).last for each in (lay, held))
+        assert after["passed"] == pytest.approx(before["tensor"] * hidden / whole)
+        assert after["passed"] + after["tensor"] == pytest.approx(before["tensor"])
 
 
 # -- products --------------------------------------------------------------------------------------
@@ -436,6 +470,23 @@ def kept(workers: int) -> int:
     plan = Plan(8, per_segment(8), 1, 1, LONG, float32, 512, mesh=mesh)
     (costs,) = Forecaster(config, request, device, facts).costs(plan)
     return compose(plan, costs, device).peak_by_kind["activations"]
+
+
+def test_parts_of_a_sequence_are_merged_by_kernels_of_their_own() -> None:
+    """Keys and values of a group repeated for its eight heads, computed again and with gradients in
+    32 bits; every other part of the sequence is added up once more where that is computed again."""
+    cluster = parse_spec("8 x H100-SXM")
+    own = Layout(8, 1, 1, 8 * LONG, WIDE, context=8, recompute="full")
+    stacks = WIDE, replace(WIDE, merged=True)
+    plain, merged = (terms(LLAMA, replace(own, stack=stack), cluster).last for stack in stacks)
+    once = 2 * 8192 * 2 * LONG * 8
+    one = seconds("gather", once, ranks(8, 1, 8), cluster.groups[0])
+    assert merged["ring"] == pytest.approx(80 * 5 * one)
+    one = seconds("gather", once / 8, ranks(8, 1, 8), cluster.groups[0])
+    assert plain["ring"] == pytest.approx(80 * 4 * one)
+    moved = 80 * 7 * (2 * MERGED[0] + MERGED[1]) * 8192 * LONG
+    more = merged["traffic"] - plain["traffic"]
+    assert more == pytest.approx(moved / cluster.groups[0].device.bandwidth.value)
 
 
 def test_keys_and_values_stay_as_a_context_axis_gathers_them() -> None:

@@ -19,7 +19,9 @@ from click.testing import CliRunner, Result
 from outsize.cli.main import main
 from outsize.errors import OutsizeError
 from outsize.foresight import fitted as fitting
+from outsize.foresight.constants import Model, batch_of, tags_of
 from outsize.foresight.conventions import causal
+from outsize.foresight.fit import slopes
 from outsize.foresight.measured import seconds_of
 from outsize.foresight.named import shape_of
 from outsize.foresight.runs import COLUMNS, data, read_runs, shipped
@@ -262,6 +264,20 @@ def test_the_shipped_constants_are_those_of_the_shipped_table() -> None:
     assert found.keys() == kept.keys()
     off = np.array([abs(found[name] - kept[name]) for name in found])
     assert off.max() < 5e-3
+
+
+def test_slopes_by_lane_are_those_by_constant() -> None:
+    runs = [run for run in shipped() if not run.missing and seconds_of(run)][::100]
+    batch = batch_of([fitting.terms_of(run) for run in runs], [tags_of(run) for run in runs])
+    model = Model.of(batch)
+    at = model.centre + 0.1
+    found = slopes(model, batch, at)
+    moved = 1e-4 * np.eye(len(at))
+    high, low = (
+        np.array([np.log(model.seconds(batch, at + sign * each).total) for each in moved]).T
+        for sign in (1, -1)
+    )
+    assert np.allclose(found, (high - low) / 2e-4, atol=2e-5) and (abs(found).max(0) > 0).sum() > 30
 
 
 def test_constants_without_a_publication_do_not_know_its_stack() -> None:
