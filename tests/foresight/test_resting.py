@@ -17,7 +17,7 @@ from outsize.foresight.planning.asked import Asked
 from outsize.foresight.planning.choose import choose
 from outsize.foresight.planning.layouts import STACK
 from outsize.foresight.planning.written import plan_of
-from outsize.foresight.resting import MASTER, of_pass, ways
+from outsize.foresight.resting import MASTER, hold, of_pass, ways
 from outsize.foresight.step import held, terms, together
 from outsize.hardware import parse_spec
 from outsize.models.families import parse
@@ -72,6 +72,7 @@ def test_seconds_are_those_of_the_bytes_over_the_links() -> None:
     assert both == pytest.approx((kept / 20e9, alone))
     pair = parse_spec("2xRTX-4090 + 64GiB host + disk 5GB/s")
     two = replace(ONE, devices=2, shards=2, resting=Resting("disk", "disk"))
+    assert hold(pair, two, {"host": 32 << 30}) and not hold(pair, two, {"host": 33 << 30})
     moved = terms(LLAMA, two, pair).middle["moved"]
     assert moved == pytest.approx(2 * (2 * 2 + 4 + 4) * mine / 2 / 5e9)
 
