@@ -35,9 +35,9 @@ RANK_ONLY = ("V100",)  # devices whose published times are noisy by 40%
 
 @dataclass(frozen=True)
 class Fitted:
-    """Constants by name (logarithms), and what a forecast may be off: of the 0.9 quantiles of
-    absolute errors (logarithms) that other publications had, each held out, the median; far, where
-    nobody has published runs of the device and precision: with the largest for what these add."""
+    """Constants by name (logarithms), and what a forecast may be off: the 0.9 quantile of
+    absolute errors (logarithms) that other publications had, each held out and one voice; far,
+    where nobody has published runs of the device and precision: with the largest of one of them."""
 
     values: Mapping[str, float]
     reach: float
@@ -90,8 +90,8 @@ def refit() -> dict[str, dict[str, object]]:
         errors[name] = np.abs(made_of - np.log([seconds_of(run) or 1.0 for run in held]))
     found = {}
     for name, known in values.items():
-        reach = _reach(errors, name, 0.5)
-        far = math.hypot(reach, _reach(errors, name, 1.0))
+        reach = reach_of(errors, name)
+        far = math.hypot(reach, _most(errors, name))
         found[name] = {
             "values": known, "reach": round(reach, DIGITS), "far": round(far, DIGITS),
         }  # fmt: skip
@@ -117,7 +117,16 @@ def half(run: Run) -> str:
     return HALVES[zlib.crc32(f"{run.source.name} {run.model}".encode()) % 2]
 
 
-def _reach(errors: Mapping[str, Array], name: str, part: float) -> float:
-    """A quantile over the other publications, each with one voice."""
-    others = [np.quantile(found, INSIDE) for key, found in errors.items() if key != name]
-    return float(np.quantile(others, part))
+def reach_of(errors: Mapping[str, Array], name: str) -> float:
+    """What 0.9 of the rows of the other publications lie within, each publication one voice: a new
+    one is as any of them."""
+    others = [found for key, found in errors.items() if key != name]
+    every, voice = np.concatenate(others), [np.full(len(one), 1 / len(one)) for one in others]
+    order = np.argsort(every)
+    heard = np.cumsum(np.concatenate(voice)[order])
+    return float(every[order][np.searchsorted(heard, INSIDE * len(others))])
+
+
+def _most(errors: Mapping[str, Array], name: str) -> float:
+    """The largest 0.9 quantile of another publication."""
+    return max(float(np.quantile(found, INSIDE)) for key, found in errors.items() if key != name)

@@ -266,6 +266,12 @@ def test_the_shipped_constants_are_those_of_the_shipped_table() -> None:
     assert off.max() < 5e-3
 
 
+def test_an_interval_has_nine_of_ten_rows_of_publications_of_one_voice_each() -> None:
+    """All of the hundred rows of one and 6 / 7 of another's: the first mean of both over 0.9."""
+    errors = {"own": np.ones(5), "large": np.arange(100) / 1000, "small": np.arange(7) / 7}
+    assert fitting.reach_of(errors, "own") == pytest.approx(5 / 7)
+
+
 def test_slopes_by_lane_are_those_by_constant() -> None:
     runs = [run for run in shipped() if not run.missing and seconds_of(run)][::100]
     batch = batch_of([fitting.terms_of(run) for run in runs], [tags_of(run) for run in runs])
