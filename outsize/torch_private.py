@@ -297,6 +297,29 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def hooks_of_steps(optimizer: torch.optim.Optimizer) -> int:
+    """How many hooks an optimizer has that its own step would call."""
+    return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+
+
+def within(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that takes the arguments: of one that torch.compile or DataParallel has wrapped,
+    whose own forward takes any."""
+    name = "module" if isinstance(module, torch.nn.DataParallel) else "_orig_mod"
+    inner = dict(module.named_children()).get(name)
+    return module if inner is None else within(inner)
+
+
+def transforming() -> bool:
+    """Whether a transform of torch.func is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def hooked(parameter: Tensor) -> bool:
+    """Whether a parameter has hooks that see or change its gradients."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def changes(tensor: Tensor) -> int:
     """How often a tensor has been changed in place, whatever else has the same memory."""
     return tensor._version

@@ -356,3 +356,20 @@ def test_changes_in_place_are_counted_whatever_else_has_the_memory():
     with torch.no_grad():
         parameter.mul_(2)
     assert private.changes(parameter) > before
+
+
+def test_hooks_wrappers_and_transforms_are_seen():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    assert private.hooks_of_steps(optimizer) == 0
+    optimizer.register_step_pre_hook(lambda *_: None)
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert private.hooks_of_steps(optimizer) == 2
+    assert not private.hooked(model.weight)
+    model.weight.register_hook(lambda gradient: None)
+    model.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert private.hooked(model.weight) and private.hooked(model.bias)
+    assert private.within(nn.DataParallel(model)) is model is private.within(model)
+    seen = [private.transforming()]
+    torch.func.vmap(lambda x: seen.append(private.transforming()) or x)(torch.ones(2))
+    assert seen == [False, True]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -64,7 +65,8 @@ class Call:
 
 class Replay:
     """Makes a second forward the twin of the first: same random numbers, same buffers, which are
-    changed once. It is made before the first one, and told that this has `ended`.
+    changed once, same attributes, as a count of calls is one. It is made before the first one, and
+    told that this has `ended`.
 
     Batch normalisation updates its running statistics in every forward; the second must not. Others
     read what they change, as spectral_norm and codebooks do; the second must read what the first
@@ -81,10 +83,13 @@ class Replay:
             for name, b in buffers_here(m).items()
             if b is not None
         }
+        self._attributes = [(vars(m), dict(vars(m))) for m in module.modules()]
 
     def ended(self) -> None:
-        """Let go of copies of buffers that the first forward left as they were. Where values cannot
-        be compared all copies stay: a forecast has none, and an accelerator would be waited for."""
+        """Let go of copies of buffers, and of attributes, that the first forward left as they were.
+        Where values cannot be compared all copies stay: a forecast has none, and an accelerator
+        would be waited for."""
+        self._attributes = [pair for pair in self._attributes if not _same(*pair)]
         if rehearsing():
             return
         for (module, name), copy in list(self._began.items()):
@@ -109,12 +114,26 @@ class Replay:
         for module, name, buffer in homes:
             copy = self._began.pop((module, name), buffer)
             buffers_here(module)[name] = None if copy is None else copy.clone()
+        after = [(own, dict(own)) for own, _ in self._attributes]
+        _put(self._attributes)
         try:
             yield
         finally:
             self._write(now)
+            _put(after)
             for module, name, buffer in homes:
                 buffers_here(module)[name] = buffer
+
+
+def _same(own: dict[str, Any], began: dict[str, Any]) -> bool:
+    """Whether a module has the very attributes that it had."""
+    return len(own) == len(began) and all(map(is_, own.values(), began.values()))
+
+
+def _put(attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for own, values in attributes:
+        own.clear()
+        own.update(values)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

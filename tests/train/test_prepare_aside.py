@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from outsize.collectives import Mesh
+from outsize.collectives.threads import play
 from outsize.errors import OutsizeError
 from outsize.train.prepare import prepare
 
@@ -135,6 +137,33 @@ class Penalised(Model):
         return x, self.layers[1].up.weight.square().sum()
 
 
+class Forces(Model):
+    """What it gives is the gradient of an energy, part of which goes around the blocks."""
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        y, _ = self.through(self.first(x))
+        (force,) = torch.autograd.grad(self.last(y).sum(), x, create_graph=True)
+        return force.square().mean()
+
+    def through(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x, 0.0
+
+
+class Mapped(Model):
+    """Its blocks see one row at a time."""
+
+    def through(self, x):
+        def row(x):
+            for layer in self.layers:
+                x = layer(x[None])[0]
+            return x
+
+        return torch.func.vmap(row)(x), 0.0
+
+
 class Checkpointed(Model):
     def through(self, x):
         for layer in self.layers:
@@ -175,8 +204,11 @@ def streamed(tmp_path, memory=27_500):
 
 @pytest.mark.parametrize("recompute", [(), ("block",)])
 @pytest.mark.parametrize(
-    ("kind", "block"), [(ByList, Listed), (ByDataclass, Opened), (Backwards, InPlace)]
-)
+    ("kind", "block"), [
+        (ByList, Listed), (ByDataclass, Opened), (Backwards, InPlace), (Forces, Plain),
+        (Mapped, Plain),
+    ],
+)  # fmt: skip
 def test_what_blocks_do_besides_is_seen(kind, block, recompute):
     same_as_plain(made(kind, block), recompute=recompute)
 
@@ -211,6 +243,8 @@ def test_a_mapping_of_a_type_of_its_own_is_a_batch(kind):
         (ByAttribute, Stored, "leaves a tensor elsewhere than in what it returns"),
         (Penalised, Plain, "reads 'layers.1.up.weight', a parameter of a block"),
         (Checkpointed, Plain, "'layers.2' is called in the backward pass"),
+        (Forces, Plain, r"is differentiated where it runs \(torch\.autograd\.grad"),
+        (Mapped, Plain, r"'layers.0' is called inside torch\.func"),
     ],
 )
 def test_what_nobody_would_see_below_the_device_is_refused(kind, block, message, tmp_path):
@@ -228,3 +262,15 @@ def test_complex_parameters_are_refused():
     model.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
     with pytest.raises(OutsizeError, match=r"parameter 'phase' is of torch\.complex64"):
         prepare(model, "adamw")
+
+
+def test_a_checkpoint_around_blocks_is_refused_where_gradients_are_summed(near):
+    models = [made(Checkpointed, Plain) for _ in range(2)]
+
+    def work(world):
+        told = {"loss": lambda out, batch: 5 * out, "count": len}
+        job = prepare(models[world.rank].eval(), "sgd", mesh="data=2", zero=0, recompute=(), **told)
+        with pytest.raises(OutsizeError, match=r"'layers\.2' is called in the backward pass"):
+            job.step(torch.ones(5, 4, dtype=torch.float64))
+
+    play(Mesh(data=2), near(work))

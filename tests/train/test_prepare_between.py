@@ -179,3 +179,148 @@ def test_so_are_a_native_decoders(microbatches) -> None:
         ids = torch.randint(0, 29, (rows, 8), generator=torch.Generator().manual_seed(rows))
         want = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         assert float(job.step(ids)) == pytest.approx(float(want.detach()), rel=1e-10)
+
+
+def cleared(optimizer) -> None:
+    optimizer.state.clear()
+
+
+def replaced(optimizer) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        state = optimizer.state[parameter]
+        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+
+def begun_again(optimizer) -> None:
+    for state in optimizer.state.values():
+        state["step"].zero_()
+
+
+def regrouped(optimizer) -> None:
+    first, second = optimizer.param_groups
+    second["params"].append(first["params"].pop(0))
+
+
+@pytest.mark.parametrize("edit", [cleared, replaced, begun_again, regrouped])
+def test_an_optimizer_that_is_edited_goes_on_as_it_is(edit) -> None:
+    given, model, twin = batches(4), network(), network()
+
+    def grouped(m):
+        named = [[p for n, p in m.named_parameters() if n.startswith("head") is own]
+                 for own in (False, True)]  # fmt: skip
+        return torch.optim.AdamW([{"params": named[0]}, {"params": named[1], "lr": 3e-2}], 1e-2)
+
+    want, have = grouped(twin), grouped(model)
+    job = outsize.prepare(model, have, loss=loss)
+    for place, batch in enumerate(given):
+        assert float(job.step(batch)) == pytest.approx(plain_step(twin, want, batch), rel=1e-10)
+        if place == 1:
+            edit(want)
+            edit(have)
+    mine, other = have.state_dict()["state"], want.state_dict()["state"]
+    for index, state in other.items():
+        assert float(mine[index]["step"]) == float(state["step"])
+        assert torch.allclose(mine[index]["exp_avg"], state["exp_avg"], 1e-10)
+
+
+@pytest.mark.parametrize("edit", [replaced, regrouped])
+def test_an_optimizer_that_has_copies_is_not_to_be_edited(edit, tmp_path) -> None:
+    model, given = network(), batches(1)[0]
+    first, *others = model.parameters()
+    have = torch.optim.AdamW([{"params": others}, {"params": [first]}], 1e-2)
+    job = outsize.prepare(model, have, "1MiB", loss=loss, disk=f"{tmp_path}:1GiB")
+    job.step(given)
+    have.state_dict()
+    edit(have)
+    with pytest.raises(OutsizeError, match=r"optimizer(\.state has been changed| has other param)"):
+        job.step(given)
+
+
+def test_hooks_of_the_optimizers_step_are_refused() -> None:
+    model = network()
+    have = adamw(model)
+    job = outsize.prepare(model, have, loss=loss)
+    job.step(batches(1)[0])
+    hook = have.register_step_post_hook(lambda *_: None)
+    with pytest.raises(OutsizeError, match="optimizer has a hook of its step"):
+        job.step(batches(1)[0])
+    hook.remove()
+    job.step(batches(1)[0])
+    job.close()
+    have.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(OutsizeError, match="optimizer has a hook of its step"):
+        outsize.prepare(model, have, loss=loss)
+
+
+def other_head(model) -> None:
+    model.head = nn.Linear(6, 3).double()
+
+
+def one_more(model) -> None:
+    model.scale = nn.Parameter(torch.ones(3).double())
+
+
+def one_less(model) -> None:
+    model.head.bias = None
+
+
+def assigned(model) -> None:
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (other_head, "'head.weight' is another one than"),
+        (one_more, "'scale' was not there"),
+        (one_less, "'head.bias' is no longer there"),
+        (assigned, "'blocks.0.0.weight' is another one than"),
+    ],
+)
+def test_other_parameters_than_the_jobs_are_refused(change, said) -> None:
+    model = network()
+    job = outsize.prepare(model, adamw(model), loss=loss)
+    job.step(batches(1)[0])
+    change(model)
+    for call in (lambda: job.step(batches(1)[0]), job.state_dict):
+        with pytest.raises(OutsizeError, match=f"parameter {said}.*when the job was made"):
+            call()
+    job.close()
+    outsize.prepare(model, adamw(model), loss=loss).step(batches(1)[0])
+
+
+class Skipping(nn.Module):
+    """Leaves blocks out by chance (LayerDrop), behind a normalisation that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.norm(x)
+        for block in self.blocks:
+            if torch.rand(()) > 0.15:
+                x = x + block(x)
+        return self.head(x)
+
+
+def test_blocks_that_a_later_step_leaves_out() -> None:
+    given, outcomes = batches(6), []
+    for prepared in (False, True):
+        torch.manual_seed(1)
+        model = Skipping().double()
+        optimizer = adamw(model)
+        torch.manual_seed(2)  # the first step leaves out none
+        job = outsize.prepare(model, optimizer, loss=loss) if prepared else None
+        losses, segments = [], []
+        for batch in given:
+            losses.append(float(job.step(batch)) if job else plain_step(model, optimizer, batch))
+            segments.append(job.plan.segments if job else 0)
+        outcomes.append((losses, [*model.parameters(), *model.buffers()], segments))
+    (want, tensors, _), (have, others, segments) = outcomes
+    assert have == pytest.approx(want, rel=1e-10)
+    assert segments[0] == 5 and segments[-1] == 2
+    for one, other in zip(tensors, others, strict=True):
+        assert torch.allclose(one, other, 1e-10)

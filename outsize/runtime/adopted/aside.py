@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from outsize.errors import OutsizeError
 from outsize.runtime.adopted.reach import Uncut
 from outsize.runtime.again import Leaves
-from outsize.torch_private import changes, tree_flatten, tree_leaves
+from outsize.torch_private import changes, transforming, tree_flatten, tree_leaves
 
 _REMEDY = "return it instead, or name other blocks by a path pattern"
 
@@ -100,18 +100,33 @@ def own_graphs() -> Iterator[None]:
         ) from None
 
 
-class Away(TorchFunctionMode):
-    """While the code around the blocks runs: refuses what reads a parameter of a block that is not
-    on the device then. away: their names, by identity."""
+@contextmanager
+def through_blocks() -> Iterator[None]:
+    """While the code around the blocks runs: says what it means that PyTorch finds no way from one
+    of its tensors to another."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "appears to not have been used in the graph" not in str(error):
+            raise
+        raise _differentiated() from None
 
-    def __init__(self, away: Mapping[int, str]) -> None:
+
+class Around(TorchFunctionMode):
+    """While the code around the blocks runs: refuses what reads a parameter of a block that is not
+    on the device then, and what is differentiated there, where a block may lie between. away: their
+    names, by identity; called: whether a block has been."""
+
+    def __init__(self, away: Mapping[int, str], called: Callable[[], bool]) -> None:
         super().__init__()
-        self._away = away
+        self._away, self._called = away, called
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__name__", "") != "__get__":  # its shape and type are known
+        if func in _GRADIENTS and self._called():
+            raise _differentiated()
+        if self._away and getattr(func, "__name__", "") != "__get__":  # its shape is known
             for leaf in tree_leaves((args, kwargs)):
                 if id(leaf) in self._away:
                     raise OutsizeError(
@@ -122,12 +137,33 @@ class Away(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+
+
+def refuse_transforms(path: str) -> None:
+    """Refuse a call of a block inside torch.func: its inputs are values of the transform."""
+    if transforming():
+        raise Uncut(
+            f"block {path!r} is called inside torch.func (vmap, grad, jvp), which would have to see"
+            " what it computes; name other blocks by a path pattern, or leave out memory, tiers,"
+            " mesh and recompute"
+        )
+
+
+def _differentiated() -> Uncut:
+    return Uncut(
+        "code around the blocks, or the loss, is differentiated where it runs (torch.autograd.grad,"
+        " as of a gradient penalty), and its graph is cut at each block; do it inside a block, or"
+        " leave out memory, tiers, mesh and recompute"
+    )
+
+
 def called_late(path: str) -> OutsizeError:
     """Of a block that the code around it computes again, when its parameters are elsewhere."""
     return OutsizeError(
         f"block {path!r} is called in the backward pass, as by torch.utils.checkpoint around it,"
-        " when its parameters are elsewhere; call it without (recompute=['block'] keeps its inputs"
-        " alone), or leave out tiers and the pipeline"
+        " when its parameters or their gradients are elsewhere; call it without (recompute="
+        "['block'] keeps its inputs alone), or leave out tiers and mesh"
     )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from outsize.parallel.execution import check_adopted
 from outsize.plan import DEVICE, Plan, Precision, Rest
 from outsize.plan.plan import per_segment
 from outsize.runtime.adopted.absent import Place, Source, absent_like, instead, parameters_instead
-from outsize.runtime.adopted.aside import Away, called_late
+from outsize.runtime.adopted.aside import Around, called_late, through_blocks
 from outsize.runtime.adopted.reach import DRAW, Outlines, Reach, Tracer, find_reach
 from outsize.runtime.adopted.walk import AdoptedWalk, Share
 from outsize.runtime.casts import Casts
@@ -34,6 +34,7 @@ from outsize.runtime.flow import SpillOf, Way, no_spill
 from outsize.runtime.intercept import intercept
 from outsize.runtime.runners import runner_of
 from outsize.runtime.storage.gradients import Gradients
+from outsize.torch_private import tree_leaves, within
 
 
 def _scalar(loss: Any) -> Tensor:
@@ -99,6 +100,7 @@ class AdoptedFlow:
         self._current: AdoptedWalk | Tracer | None = None
         self._reach = reach
         self._shares: dict[frozenset[int], Share] = {}
+        self.looking = True  # at what the code around the blocks differentiates
         self._going_back: int | None = None  # the segment that is differentiated
         self._entered = [
             intercept(block, self._entry(index, block.forward))
@@ -117,7 +119,7 @@ class AdoptedFlow:
             walk = self._current
             if walk is None or greenlet.getcurrent() is not walk.glue:
                 late = self._going_back not in (None, index + 1)
-                if late and (self._below or self._reach is not None):
+                if late and (self._below or self._reach is not None or self.plan.mesh.size > 1):
                     raise called_late(self.paths[index])
                 return plain(*args, **kwargs)
             self._current = None  # what a block does inside is its own matter
@@ -152,6 +154,8 @@ class AdoptedFlow:
     ) -> AdoptedWalk:
         """held: the stages that are run here, where other workers run the others."""
         share = None
+        if any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(part)):
+            self.looking = True
         if held is not None and len(held) < len(self.plan.stages):
             share = self._share(frozenset(held), part)
         return AdoptedWalk(self, lambda: _scalar(self._whole(part)) * factor, spill_of, share)
@@ -168,12 +172,19 @@ class AdoptedFlow:
         before, self._current = self._current, walk
         grad, casts = torch.is_grad_enabled(), Casts()
         try:
-            with instead(places), Away(self._away) if self._away else nullcontext():
+            with instead(places), through_blocks(), self._watched(walk):
                 return switch()
         finally:
             torch.set_grad_enabled(grad)
             casts.enter()
             self._current = before
+
+    def _watched(self, walk: AdoptedWalk) -> AbstractContextManager[object]:
+        """What looks at each operation of the code around the blocks: until one walk has come to
+        its backward pass, and always where it could read what is elsewhere."""
+        if self._away or (self.looking and self.blocks):
+            return Around(self._away, lambda: walk.called)
+        return nullcontext()
 
     @contextmanager
     def going_back(self, segment: int) -> Iterator[None]:
@@ -278,7 +289,7 @@ def arguments(batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], Mapping[st
         return (), {str(key): value for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
         given = tuple(batch)
-        takes = inspect.signature(model.forward)
+        takes = inspect.signature(within(model).forward)
         less = len(given) > 1 and not _binds(takes, given) and _binds(takes, given[:-1])
         return (given[:-1] if less else given), {}
     return (batch,), {}

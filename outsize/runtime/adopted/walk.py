@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 from outsize.errors import OutsizeError
 from outsize.runtime.adopted.absent import Absent, Place, Source, form_of, said
-from outsize.runtime.adopted.aside import Written, own_graphs, passing, unchanged
+from outsize.runtime.adopted.aside import (
+    Written,
+    own_graphs,
+    passing,
+    refuse_transforms,
+    unchanged,
+)
 from outsize.runtime.adopted.entered import Entered
 from outsize.runtime.adopted.exchange import Exchange
 from outsize.runtime.adopted.logits import Heads
@@ -61,6 +67,7 @@ class AdoptedWalk:
         self._cuts: dict[int, tuple[Tensor, Tensor]] = {}  # id -> (the glue's tensor, its cut)
         self._calls: list[Entered] = []
         self._waiting: Entered | None = None
+        self.called = False  # a block, by the module's code
         self._ended = False
         self._output: Tensor | None = None
         self.loss: Tensor | None = None
@@ -74,6 +81,8 @@ class AdoptedWalk:
     def enter(self, index: int, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Give a block's call over; comes back with the block's outputs."""
         check_order(index, len(self._calls), self._flow.paths)
+        refuse_transforms(self._flow.paths[index])
+        self.called = True
         learns = torch.is_grad_enabled()  # the module may freeze a part of itself
         call = Call(unchanged(self._flow.paths[index], plain), args, kwargs)
         if self._share is not None and index + 1 not in self._share.segments:
@@ -247,6 +256,7 @@ class AdoptedWalk:
 
     def backward(self, stage: int) -> None:
         here = self._flow.plan.stages[stage]
+        self._flow.looking = False
         self._cuts.clear()  # no block is called any more; each lets go of its own
         for segment in reversed(range(here.first, here.last)):
             if segment == self._last:

@@ -96,14 +96,24 @@ _ENTRIES: Mapping[str, _Entry] = MappingProxyType({
 NAMES = tuple(_ENTRIES)
 
 
-def make(name: str, shape: Shape) -> Pipeline:
-    """The named schedule of a shape. Raises OutsizeError for unknown names, for what the schedule
-    does not take, and where its conditions do not hold."""
+def check_name(text: str) -> None:
+    """OutsizeError for the name of no schedule, a number behind a colon aside."""
+    _entry(text.partition(":")[0])
+
+
+def _entry(name: str) -> _Entry:
     plain = {known.replace("-", ""): known for known in NAMES}
-    _refuse_too_long(shape)
     entry = _ENTRIES.get(plain.get(name.lower().replace("-", "").replace("_", ""), ""))
     if entry is None:
         raise OutsizeError(f"schedule {name!r}: unknown{nearest(name, NAMES)}")
+    return entry
+
+
+def make(name: str, shape: Shape) -> Pipeline:
+    """The named schedule of a shape. Raises OutsizeError for unknown names, for what the schedule
+    does not take, and where its conditions do not hold."""
+    _refuse_too_long(shape)
+    entry = _entry(name)
     for option in ("chunks", "waves", "skip"):
         value = getattr(shape, option)
         if option == "chunks" and value == 1 and entry.make(shape).schedule.stages == shape.devices:

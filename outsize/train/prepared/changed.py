@@ -2,15 +2,16 @@
 other memory.
 
 Training continues from what the parameters show then. Where it continues from a master copy, that
-takes over what has changed; where the parameters are no weights now, a change would be lost.
+takes over what has changed; where the parameters are no weights now, a change would be lost. Other
+parameters than those of the first step, as of a new head, are no part of the job.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outsize.errors import OutsizeError
 from outsize.memory import Chunk
@@ -23,21 +24,47 @@ from outsize.torch_private import changes
 class Changes:
     """Of one job's parameters, since it had them last."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module, states: Callable[[Job], None]) -> None:
+        """states: has a job go on from those that the optimizer shows."""
+        self._model, self._states = model, states
+        self._job: Job | None = None
         self._seen: dict[str, tuple[int, int]] = {}
+        self._names: dict[int, str] = {}
 
     def note(self, job: Job) -> None:
         """The job has them as they are now."""
         self._seen = {name: _now(parameter) for name, parameter in job.owners.items()}
+        if self._job is not job:
+            self._job, self._names = job, _named(self._model)
 
     def follow(self, job: Job) -> Job:
         """The job, going on from those that have been changed. OutsizeError where it cannot."""
+        self._states(job)
         seen = self._seen
+        if self._job is job and (now := _named(self._model)) != self._names:
+            raise _others(self._names, now)
         names = {n for n, p in job.owners.items() if seen.get(n) not in (None, _now(p))}
         if names:
             _take(job, names)
             self.note(job)
         return job
+
+
+def _named(model: nn.Module) -> dict[int, str]:
+    """Names of parameters, by identity."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def _others(before: dict[int, str], now: dict[int, str]) -> OutsizeError:
+    new = [name for key, name in now.items() if before.get(key) != name]
+    names = new or [name for key, name in before.items() if key not in now]
+    what = "is another one than" if names[0] in before.values() else "was not there"
+    what = what if new else "is no longer there, as"
+    return OutsizeError(
+        f"parameter {names[0]!r} {what} when the job was made, and the job would not train it;"
+        " call job.close(), then outsize.prepare anew, with an optimizer over the model's"
+        " parameters; load_state_dict without assign=True keeps them"
+    )
 
 
 def _now(parameter: Tensor) -> tuple[int, int]:

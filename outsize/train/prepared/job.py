@@ -26,9 +26,10 @@ from outsize.runtime.generating import Generated
 from outsize.simulate import Forecast
 from outsize.train.prepared import states
 from outsize.train.prepared.batches import AsGiven, filled, refuse_empty, rows_in, tokens_of
+from outsize.train.prepared.bodies import Moving
 from outsize.train.prepared.changed import Changes, away
 from outsize.train.prepared.making import Preparing, refuse_small_budget
-from outsize.train.prepared.module import Guard, buffers_now, without_caches
+from outsize.train.prepared.module import Buffers, Guard, without_caches, without_sparse
 from outsize.train.prepared.optimizers import Handed
 from outsize.train.prepared.options import Settings
 from outsize.train.prepared.statistics import moved_once
@@ -60,13 +61,16 @@ class Prepared:
         self._stack = ExitStack()  # of the stores and the world, while there is a job
         self.preparing = Preparing(model, self._handed, settings, self._stack)
         self._job: Job | None = None
-        self._guard = Guard(model)
+        self._guard, self._buffers = Guard(model), Buffers(model)
         self._stack.callback(without_caches(model))
+        self._stack.callback(without_sparse(model))
         self._closed = False
         self._broken = False  # whether a step was begun and has not ended
-        self._changes = Changes()
+        self._changes = Changes(model, lambda job: self._handed.look(job, self._lone))
         self._pending = self._handed.states  # for the job to come
-        if not settings.tiers and settings.mesh.size == 1:
+        self._lone = not settings.tiers and settings.mesh.size == 1  # with all that there is
+        self._moving = Moving(model, settings.microbatches, self._lone)
+        if self._lone:
             refuse_small_budget(model, self._handed.update, settings)
         self._stack.callback(self._handed.watch(self._take))
 
@@ -116,28 +120,36 @@ class Prepared:
         A parameter's requires_grad may change between steps; one that begins to train has the
         optimizer's first states.
         """
-        before = torch.get_rng_state() if self._job is None else None
-        began = buffers_now(self.model) if before is not None and self.settings.whole else None
+        parts = max(self.settings.microbatches, self.settings.mesh.rows) > 1
+        if parts:
+            self._moving.begin()
+        may = self.settings.whole and (self._job is None or self._lone)
+        drawn = torch.get_rng_state() if may else None
+        if drawn is not None:
+            self._buffers.begin()
         try:
-            return self._stepped(batch, lr)
+            loss = self._stepped(batch, lr)
         except Uncut:
-            if before is None or began is None:
-                raise
             # Blocks that were found and are not called once each, in order, are no blocks.
-            if self._job is not None:
-                self._job.close()
-                self._job = None
-            torch.set_rng_state(before)
-            began()
+            job, steps = self._job, int(self._handed.steps)
+            able = job is None or _can_end(job, steps, self._lone)
+            if drawn is None or not able or not self._buffers.back():
+                raise
+            torch.set_rng_state(drawn)
+            if job is not None:
+                self._pending, self._job = _ended(job, self._handed), None
             self.preparing.settings = replace(self.settings, blocks=())
-            return self._stepped(batch, lr)
+            self._broken = False
+            loss = self._stepped(batch, lr)
+        self._buffers.ended()
+        if parts:
+            self._moving.ended(self.preparing.world)
+        return loss
 
     def _stepped(self, batch: Any, lr: float | None) -> Tensor:
         batch, job = self._ready(batch, lr)
-        if self.preparing.outdated(job):
-            self._pending, self._job = states.moved(job, int(self._handed.steps)), None
-            job.close()
-            self._handed.anew()
+        if self.preparing.outdated(job) or self._handed.regrouped(self._lone):
+            self._pending, self._job = _ended(job, self._handed), None
             self._job = job = self._make(batch)
         lr = self._handed.ready(job, lr)
         averages = moved_once(self.model, self.preparing.world, job.plan.microbatches)
@@ -148,9 +160,8 @@ class Prepared:
             loss = job.step(batch, lr, rows_in(batch))
         self._broken = False
         self._changes.note(job)
-        self._handed.steps += 1
-        whole = not self.settings.tiers and self.settings.mesh.size == 1
-        self._handed.show(lambda: self._job, views=whole)
+        self._handed.count(int(self._handed.steps) + 1)
+        self._handed.show(lambda: self._job, self._lone)
         return loss
 
     def evaluate(self, batch: Any) -> tuple[float, float]:
@@ -196,7 +207,8 @@ class Prepared:
         """Write all states below `path`, as the checkpoint of the steps made so far; gives its
         directory. The directory of a native decoder is one for outsize.load too. All workers call
         it; where one of them fails, all do."""
-        job, steps = self._changes.follow(self._made), int(self._handed.steps)
+        job = self._changes.follow(self._made)
+        steps = int(self._handed.steps)
         where = Path(path)
         self.preparing.alike(lambda: states.check_place(job, steps, where))
         with leaving(self.preparing.abort):
@@ -211,7 +223,7 @@ class Prepared:
             self._pending = into
         else:
             job = self._job
-            self._handed.steps.fill_(self.preparing.alike(lambda: into(job)))
+            self._handed.count(self.preparing.alike(lambda: into(job)))
             self._changes.note(job)
 
     def _ready(self, batch: Any, lr: float | None = None) -> tuple[Any, Job]:
@@ -244,7 +256,7 @@ class Prepared:
             self._stack.callback(self._guard.forward(_BELOW).remove)
             self._stack.callback(self._guard.state_dict(_BELOW).remove)
         if pending is not None:
-            self._handed.steps.fill_(self.preparing.alike(lambda: pending(job)))
+            self._handed.count(self.preparing.alike(lambda: pending(job)))
             self._pending = None
         return job
 
@@ -277,6 +289,21 @@ def _checked(
         made = batches.seen_into(batch)
     refuse_empty(made)
     return made
+
+
+def _can_end(job: Job, steps: int, lone: bool) -> bool:
+    """Whether a job can be ended within the step behind so many: no update of it has begun, and no
+    other worker waits in the middle of a sum."""
+    begun = max(job.update_counts().values(), default=0) > steps
+    return not begun and (lone or not any(away(job)))
+
+
+def _ended(job: Job, handed: Handed) -> Callable[[Job], int]:
+    """End a job; gives what puts its states into the next one."""
+    into = states.moved(job, int(handed.steps))
+    job.close()
+    handed.anew()
+    return into
 
 
 def _forget(job: Job) -> None:

@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from outsize import accelerator
 from outsize.errors import OutsizeError
 from outsize.models.plugged import record_of
 from outsize.parallel.automatic.derive import Derived, derive
 from outsize.runtime.adopted.flow import arguments
-from outsize.torch_private import buffers_here
+from outsize.torch_private import buffers_here, changes
 
 Blocks = Sequence[tuple[str, nn.Module]]
 
@@ -66,21 +68,63 @@ def without_caches(model: nn.Module) -> Callable[[], None]:
     return undo
 
 
-def buffers_now(model: nn.Module) -> Callable[[], None]:
-    """What puts a module's buffers back as they are now."""
-    now = [
-        (buffers_here(module), name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in buffers_here(module).items()
-        if buffer is not None
-    ]
+def without_sparse(model: nn.Module) -> Callable[[], None]:
+    """Have embeddings give gradients as wide as their weights, which is what is summed here: the
+    numbers are those of sparse ones. Gives what sets them back."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    on = [module for module in model.modules() if isinstance(module, kinds) and module.sparse]
+    for module in on:
+        module.sparse = False
 
     def undo() -> None:
-        for home, name, buffer, value in now:
-            buffer.detach().copy_(value)
-            home[name] = buffer
+        for module in on:
+            module.sparse = True
 
     return undo
+
+
+class Buffers:
+    """A module's buffers as a step began, to go back to. Those that the first step leaves as they
+    were are not copied later, but for running statistics, whose changes PyTorch does not count."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._moved: set[tuple[int, str]] | None = None  # by the first step; None before it
+        self._began: list[tuple[dict[str, Tensor | None], str, Tensor, int, Tensor | None]] = []
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._began = [
+            (home, name, buffer, changes(buffer), buffer.detach().clone() if copied else None)
+            for module in self._model.modules()
+            for home in (buffers_here(module),)
+            for name, buffer in home.items()
+            if buffer is not None
+            for copied in (isinstance(module, _NormBase) or self._moves(home, name),)
+        ]
+
+    def _moves(self, home: dict[str, Tensor | None], name: str) -> bool:
+        return self._moved is None or (id(home), name) in self._moved
+
+    def ended(self) -> None:
+        """It has gone through."""
+        if self._moved is None:
+            self._moved = {
+                (id(home), name)
+                for home, name, buffer, _, copy in self._began
+                if home.get(name) is not buffer or copy is None or not torch.equal(buffer, copy)
+            }
+        self._began = []
+
+    def back(self) -> bool:
+        """Go back. False where one has changed that was not copied."""
+        for home, name, buffer, version, copy in self._began:
+            if copy is not None:
+                buffer.detach().copy_(copy)
+            elif changes(buffer) != version:
+                return False
+            home[name] = buffer
+        return True
 
 
 @contextmanager

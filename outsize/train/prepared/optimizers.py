@@ -16,7 +16,7 @@ from outsize.optim.parse import parse
 from outsize.runtime import Job
 from outsize.runtime.handlers.training import Training
 from outsize.runtime.recipe import Group, Recipe
-from outsize.torch_private import disable_current_modes, mark_stepped
+from outsize.torch_private import changes, disable_current_modes, hooks_of_steps, mark_stepped
 from outsize.train.prepared import states
 
 
@@ -26,9 +26,13 @@ class Handed:
     def __init__(self, model: nn.Module, given: Optimizer | torch.optim.Optimizer | str) -> None:
         self.update = _converted(given)
         self.steps = torch.zeros(())
+        self._counted = changes(self.steps)
         self._theirs = given if isinstance(given, torch.optim.Optimizer) else None
         self._model = model
+        self._members: list[list[int]] = []  # of groups, when a job was made last
         self.recipe(None)  # refuses what it cannot train
+        self._refuse_hooks(own=0)
+        self._shown: list[states.Shown] = []
         self._hook: RemovableHandle | None = None
         self._show: Callable[[], None] = _nothing
 
@@ -37,7 +41,22 @@ class Handed:
         theirs = self._theirs
         if theirs is None:
             return Recipe(self.update, clip)
+        self._members = _members(theirs)
         return Recipe(self.update, clip, _groups_now(theirs), _group_of(self._model, theirs))
+
+    def regrouped(self, lone: bool) -> bool:
+        """Whether parameters are in other groups now than those a job was made for, so that it must
+        be made anew. lone: whether it may; OutsizeError where it may not."""
+        theirs = self._theirs
+        if theirs is None or _members(theirs) == self._members:
+            return False
+        if not lone:
+            raise OutsizeError(
+                "optimizer has other parameters in its groups than when the job was made, whose"
+                " states lie on tiers or on several workers; keep the groups, or call"
+                " outsize.prepare anew"
+            )
+        return True
 
     @property
     def states(self) -> Callable[[Job], int] | None:
@@ -56,6 +75,7 @@ class Handed:
             return _nothing
 
         def loaded(_: object) -> None:
+            self._shown = []
             take(partial(states.taken, optimizer=theirs))
             self._show()
 
@@ -88,6 +108,7 @@ class Handed:
                 " rate of each of its groups; set it there (param_groups, or a scheduler), or"
                 " prepare with an optimizer by name"
             )
+        self._refuse_hooks(own=1)
         now = _converted(self._theirs)
         if now.states != self.update.states:
             raise OutsizeError(
@@ -95,6 +116,15 @@ class Handed:
                 " keep it as it was, or call outsize.prepare anew"
             )
         self.update = now
+
+    def _refuse_hooks(self, own: int) -> None:
+        """own: hooks of steps that are ours."""
+        if self._theirs is not None and hooks_of_steps(self._theirs) > own:
+            raise OutsizeError(
+                "optimizer has a hook of its step (register_step_pre_hook, register_step_post_hook)"
+                " that job.step, which makes the step, would not call; remove it, and change"
+                " weights after job.step, gradients by clip= or by hooks of parameters"
+            )
 
     def ready(self, job: Job, lr: float | None) -> float | None:
         """Set out on a step; gives its learning rate."""
@@ -110,7 +140,12 @@ class Handed:
         """Another job is made for the same model."""
         if self._hook is not None:
             self._hook.remove()
-            self._hook = None
+        self._hook, self._show, self._shown = None, _nothing, []
+
+    def count(self, steps: int) -> None:
+        """So many have been made."""
+        self.steps.fill_(steps)
+        self._counted = changes(self.steps)
 
     def show(self, job: Callable[[], Job | None], views: bool) -> None:
         """After the first step: it has the states of the job as they are here where those are
@@ -122,12 +157,34 @@ class Handed:
         def show(*_: object) -> None:
             made = job()
             if made is not None:
-                states.shown(made, theirs, self.steps)
+                self._shown = states.shown(made, theirs, self.steps, views)
 
         if views:
             show()
             self._show = show
         self._hook = theirs.register_state_dict_pre_hook(show)
+
+    def look(self, job: Job, views: bool) -> None:
+        """Go on from states that have been edited in the optimizer since. views: as `show` was
+        told. OutsizeError where it has copies."""
+        theirs = self._theirs
+        if theirs is None or not self._shown:
+            return
+        same, counted = [], changes(self.steps) == self._counted
+        for one in self._shown:
+            if one.same(theirs) and (counted or one.value is not self.steps):
+                same.append(one)
+        if len(same) == len(self._shown):
+            return
+        if not views:
+            raise OutsizeError(
+                "optimizer.state has been changed between two steps, which training would not see:"
+                " what it has are copies of states that rest elsewhere; change what"
+                " job.state_dict() gives, and hand it to job.load_state_dict"
+            )
+        states.counted_again(job, (one for one in same if one.key == states.STEP))
+        self.count(states.taken(job, theirs))
+        self._show()
 
 
 def _converted(optimizer: Optimizer | torch.optim.Optimizer | str) -> Optimizer:
@@ -174,6 +231,11 @@ def _decays_apart(optimizer: torch.optim.Optimizer) -> bool:
 
 def _nothing() -> None:
     """Nobody has anything to end or to show."""
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    """The parameters of each group, by identity."""
+    return [[id(p) for p in group["params"]] for group in optimizer.param_groups]
 
 
 def _groups_now(optimizer: torch.optim.Optimizer) -> list[Group]:

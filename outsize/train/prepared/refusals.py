@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from outsize.collectives import Mesh
@@ -16,7 +17,9 @@ from outsize.plan.approximate import MICROBATCH
 from outsize.plan.settings import PLAN_SETTINGS
 from outsize.plan.spread import AUTO
 from outsize.schedule.pipelined import order_of
+from outsize.schedule.pipelines import check_name
 from outsize.search.request import SCHEDULE
+from outsize.train.prepared.bodies import check_body, check_rows
 from outsize.train.prepared.statistics import normalising
 
 if TYPE_CHECKING:
@@ -29,9 +32,10 @@ def check_sums(model: nn.Module, made: Settings) -> None:
     """Refuse a batch in parts where the loss is a mean, or statistics are those of the batch."""
     if max(made.microbatches, made.mesh.rows) == 1:
         return
+    many = made.microbatches > 1
+    what = f"microbatches is {made.microbatches}" if many else f"mesh is {made.mesh}"
+    check_rows(model, what)
     if not isinstance(model, Decoder) and (made.count is None or made.loss is None):
-        many = made.microbatches > 1
-        what = f"microbatches is {made.microbatches}" if many else f"mesh is {made.mesh}"
         raise OutsizeError(
             f"{what} without loss and count: a mean of means is not the mean; pass"
             " loss=(output, batch) -> sum and count=batch -> number of targets"
@@ -70,6 +74,12 @@ def check_spread(model: nn.Module, made: Settings) -> None:
         raise OutsizeError(
             f"sequence_parallel is for decoders that outsize.load gives, and this is a {name};"
             " leave it out"
+        )
+    scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
+    if scripted and (made.budget is not None or made.mesh.size > 1):
+        raise OutsizeError(
+            "model has a module that torch.jit.script has made, which cannot be predicted or"
+            " spread; pass it as it was before, or leave out memory and mesh"
         )
     if made.tiers and made.mesh.tensor > 1:
         raise OutsizeError(
@@ -124,6 +134,7 @@ def check_kinds(model: object, given: Mapping[str, object], said: Options) -> No
         raise OutsizeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if not any(True for _ in model.parameters()):
         raise OutsizeError(f"model: {type(model).__name__} has no parameters; nothing to train")
+    check_body(model)
     values: Any = said
     for name in ("recompute", "approximate", "tiers"):
         if isinstance(values[name], str):
@@ -148,6 +159,8 @@ def check_pipeline(made: Settings) -> None:
     """Refuse a pipeline that cannot be."""
     mesh, order = made.mesh, made.pipeline
     if mesh.pipeline == 1:
+        if order.schedule != AUTO:
+            check_name(order.schedule)
         return
     if order.schedule == AUTO and not order.orders:  # orders are found at the first step
         order = replace(order, schedule=SCHEDULE)

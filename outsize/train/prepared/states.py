@@ -7,7 +7,8 @@ of a native decoder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -28,6 +29,7 @@ from outsize.models.decoder import Decoder
 from outsize.optim import taker
 from outsize.runtime import Job
 from outsize.runtime.job import Fill
+from outsize.torch_private import changes
 from outsize.train.state import (
     OPTIMIZER,
     WEIGHTS,
@@ -44,7 +46,7 @@ from outsize.train.state import (
     write_model,
 )
 
-KIND, BUFFERS = "outsize job", "buffers"
+KIND, BUFFERS, STEP = "outsize job", "buffers", "step"
 KEPT = 2  # checkpoints in a directory
 _TORCHS = {"momentum": "momentum_buffer"}  # names of states in torch.optim, where they differ
 State = Mapping[str, Any]
@@ -125,17 +127,50 @@ def moved(job: Job, steps: int) -> Callable[[Job], int]:
     return into
 
 
-def shown(job: Job, optimizer: torch.optim.Optimizer, steps: Tensor) -> None:
+@dataclass(frozen=True)
+class Shown:
+    """A state where an optimizer of torch.optim has it. version: how often it had been changed;
+    None of a view, whose changes are the job's."""
+
+    owner: str
+    parameter: nn.Parameter
+    home: dict[str, Tensor]
+    key: str
+    value: Tensor
+    version: int | None
+
+    def same(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it is there as it was put there."""
+        there = optimizer.state.get(self.parameter) is self.home
+        same = there and self.home.get(self.key) is self.value
+        return same and self.version in (None, changes(self.value))
+
+
+def shown(job: Job, optimizer: torch.optim.Optimizer, steps: Tensor, views: bool) -> list[Shown]:
     """Put the states of a job where an optimizer of torch.optim has its own: views where they lie
     whole on the device, else copies. steps: what all share that were updated in every step."""
-    counts, made = job.update_counts(), float(steps)
+    counts, made, found = job.update_counts(), float(steps), list[Shown]()
     for name, tensor in job.optimizer_state():
         owner, _, state = name.rpartition(".")
-        mine = optimizer.state[job.owners[owner]]
-        mine[_TORCHS.get(state, state)] = tensor
+        home = optimizer.state[job.owners[owner]]
+        put = {_TORCHS.get(state, state): tensor}
         count = counts.get(owner, 0)
         if isinstance(optimizer, torch.optim.Adam):  # AdamW is one
-            mine["step"] = steps if count == made else torch.tensor(float(count))
+            put[STEP] = steps if count == made else torch.tensor(float(count))
+        home.update(put)
+        for key, value in put.items():
+            own = value is steps or (views and value is tensor)
+            version = None if own else changes(value)
+            found.append(Shown(owner, job.owners[owner], home, key, value, version))
+    return found
+
+
+def counted_again(job: Job, kept: Iterable[Shown]) -> None:
+    """Put counts of updates that nobody has edited where the optimizer has them: those that were
+    shown may be of an earlier step."""
+    counts = job.update_counts()
+    for one in kept:
+        one.home[one.key] = torch.tensor(float(counts.get(one.owner, 0)))
 
 
 def taken(job: Job, optimizer: torch.optim.Optimizer) -> int:
