@@ -25,11 +25,13 @@ def said(home, invoke):
 
 
 def test_a_run_changes_its_mesh(home, said) -> None:
+    """Experts over workers, then sequences, then one worker: each goes on with what the one before
+    has saved."""
     said("train", "run.yaml", *EXACT, *SAME, "--set", "output=one")
     begun = ("--set", "train.steps=1", "--set", "output=two", "--mesh", "expert=2")
     said("train", "run.yaml", *EXACT, *SAME, *begun)
-    said("train", "--resume", "two", "--set", "train.steps=2", "--workers", 1)
-    said("train", "--resume", "two", "--set", "train.steps=3", "--mesh", "data=2,expert=2")
+    said("train", "--resume", "two", "--set", "train.steps=2", "--mesh", "context=2")
+    said("train", "--resume", "two", "--set", "train.steps=3", "--workers", 1)
     wanted, found = (
         [r for r in read_metrics(home / name) if "loss" in r] for name in ("one", "two")
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 
 import collective_tasks as tasks
@@ -36,11 +36,13 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
     crew.end()
 
 
+@cache
 def summed(numel: int, dtype: torch.dtype) -> np.ndarray:
     """In float64, or int64: exact but for the last bits."""
     return sum(numpy(values(r, numel, dtype)) for r in range(SIZE))
 
 
+@cache
 def in_order(numel: int, dtype: torch.dtype) -> np.ndarray:
     """Rank after rank, narrow dtypes in float32 and rounded once: bit for bit."""
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
@@ -48,6 +50,7 @@ def in_order(numel: int, dtype: torch.dtype) -> np.ndarray:
     return numpy(reduce(torch.add, parts).to(dtype))
 
 
+@cache
 def magnitude(numel: int, dtype: torch.dtype) -> np.ndarray:
     """What roundings of a sum are relative to."""
     return sum(np.abs(numpy(values(r, numel, dtype))) for r in range(SIZE))

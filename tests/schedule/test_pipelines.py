@@ -249,30 +249,30 @@ GRID = list(product((1, 2, 3, 4, 6), (1, 3, 4, 8, 13)))
 @pytest.mark.parametrize("name", NAMES)
 def test_any_size_is_proved_or_refused_with_the_nearest(name):
     """What is built runs on two buffers a link, does all its work, and takes as long as its orders
-    say when they are played by other code."""
+    say when they are played by other code. Of neighbours in the grid one has equal costs."""
     built = 0
-    for devices, microbatches in GRID:
-        for costs in (Costs(), Costs(1, 1.2, 0.8, 0.25)):
-            try:
-                made = make(name, Shape(devices, microbatches, costs))
-            except OutsizeError as error:
-                assert "expected" in str(error) and "the nearest" in str(error)
-                assert "\n" not in str(error)
-                continue
-            built += 1
-            prove(made.schedule, paths=made.paths)
-            got = run(made, *costs.each, transfer=costs.transfer)
-            if not made.together:
-                orders = [
-                    [a for a in actions if a.lane.value == "compute" and a.microbatch >= 0]
-                    for actions in made.schedule.workers
-                ]
-                wanted = makespan(made.placement, orders, costs, made.paths)
-                assert got.makespan == pytest.approx(wanted)
-            if not made.paths:
-                share = made.placement.share * made.placement.stages
-                assert sum(got.busy) == pytest.approx(sum(costs.each) * microbatches * share)
-    assert built >= 4
+    for index, (devices, microbatches) in enumerate(GRID):
+        costs = Costs(1, 1.2, 0.8, 0.25) if index % 2 else Costs()
+        try:
+            made = make(name, Shape(devices, microbatches, costs))
+        except OutsizeError as error:
+            assert "expected" in str(error) and "the nearest" in str(error)
+            assert "\n" not in str(error)
+            continue
+        built += 1
+        prove(made.schedule, paths=made.paths)
+        got = run(made, *costs.each, transfer=costs.transfer)
+        if not made.together:
+            orders = [
+                [a for a in actions if a.lane.value == "compute" and a.microbatch >= 0]
+                for actions in made.schedule.workers
+            ]
+            wanted = makespan(made.placement, orders, costs, made.paths)
+            assert got.makespan == pytest.approx(wanted)
+        if not made.paths:
+            share = made.placement.share * made.placement.stages
+            assert sum(got.busy) == pytest.approx(sum(costs.each) * microbatches * share)
+    assert built >= 2
 
 
 def test_conditions_name_the_nearest_that_holds():
