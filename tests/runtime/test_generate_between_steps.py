@@ -78,7 +78,9 @@ PLANS = {
 }
 # Of the others "llama, untied".
 FIRST = "llama, untied"
-FAMILIES = {"two pipelines, zero 3": "mixtral", "zero 3": "gemma2"}
+FAMILIES = {"two pipelines, zero 3": "mixtral", "one worker": "gemma2"}
+# The others: test_prepared_jobs, and shares of parameters in two more.
+BETWEEN = [n for n in PLANS if n not in ("all states on a disk", "zero 3")]
 
 
 def trained(plan: Plan, family: str, asks: bool) -> list[Any]:
@@ -120,7 +122,7 @@ def logprobs(plain: Any, ids: Sequence[int], new: Sequence[int]) -> list[float]:
     return [float(scores_TV[len(ids) - 1 + i, token]) for i, token in enumerate(new)]
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", BETWEEN)
 def test_tokens_of_a_plain_decoder_and_undisturbed_steps(name: str) -> None:
     plan, family = PLANS[name], FAMILIES.get(name, "llama, untied")
     asked, silent = trained(plan, family, True), trained(plan, family, False)

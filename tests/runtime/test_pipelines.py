@@ -1,6 +1,7 @@
 """Workers of a pipeline, as threads: the numbers of one worker, whatever the schedule.
 
-Two workers with everything else that a plan says: tests/verify/test_matrix.py."""
+Two workers with everything else that a plan says, step after step: tests/verify/test_matrix.py;
+one step tells the schedules and their stages apart."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ SCHEDULES = {
 def test_four_workers_give_the_numbers_of_one(schedule, vocabulary):
     """With the vocabulary cut where the matrix has two workers of the schedule without."""
     said = Pipelined(schedule, vocabulary=vocabulary)
-    check(piped(schedule, 4, 8, pipeline=said), "llama, untied")
+    check(piped(schedule, 4, 8, pipeline=said), "llama, untied", steps=1)
 
 
 def test_with_both_other_axes():
@@ -58,12 +59,12 @@ WAYS = {
 
 @pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS)
 def test_with_the_rest_of_a_plan(changes):
-    check(piped("1f1b", 2, 8, **changes))
+    check(piped("1f1b", 2, 8, **changes), steps=1)
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "dualpipe"])
 def test_recomputed_stages_whose_gradients_come_apart(schedule):
-    check(piped(schedule, stages=MIXED))
+    check(piped(schedule, stages=MIXED), steps=1)
 
 
 FROZEN = {

@@ -79,12 +79,14 @@ def check(
     frozen: Callable[[str, Any], bool] | None = None,
     options: LossOptions = PLAIN,
     data: list[Batch] | None = None,
+    steps: int = 2,
 ) -> None:
     """The workers of a plan against one worker with the same rows: losses, norms, an evaluation,
     weights and states."""
     optimizer = optimizer or AdamW(weight_decay=0.1)
-    key = None if data or frozen else (plan.rows, repr(family), repr(optimizer), clip, options)
-    data = data or batches(2, plan.rows, SEQUENCE, VOCAB)
+    said = (plan.rows, repr(family), repr(optimizer), clip, options, steps)
+    key = None if data or frozen else said
+    data = data or batches(steps, plan.rows, SEQUENCE, VOCAB)
     if key not in _ALONE:  # one worker's numbers do not depend on how the others share the work
         alone = one(plan)
         whole = NativeFlow(model(family, frozen), alone, options)

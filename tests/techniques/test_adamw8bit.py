@@ -37,7 +37,7 @@ from outsize.search import PlanRequest, predict
 from outsize.techniques.optim.adamw8bit import NAME, AdamW8Bit, Settings
 from outsize.train.prepare import prepare
 
-STEPS = 4
+STEPS = 2
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -341,12 +341,10 @@ WAYS = {
     "all on tiers": lambda: streamed.resting(
         plan_of(), parameters="host", gradients="host", optimizer="disk"
     ),
-    "data": lambda: plan_of(mesh=Mesh(2)),
     "zero 1": lambda: plan_of(mesh=Mesh(2), shards=zero(1, 2)),
     "zero 2": lambda: plan_of(mesh=Mesh(2), shards=zero(2, 2)),
     "zero 3": lambda: plan_of(mesh=Mesh(2), shards=zero(3, 2)),
     "zero 3, 4 workers, a tier": lambda: below(plan_of(mesh=Mesh(4), shards=zero(3, 4))),
-    "tensor": lambda: plan_of(mesh=Mesh(tensor=2)),
     "tensor, a tier": lambda: below(plan_of(mesh=Mesh(tensor=2))),
     "tensor, zero 2": lambda: plan_of(mesh=Mesh(2, 2), shards=zero(2, 2)),
     "pipeline": lambda: plan_of(mesh=Mesh(pipeline=2), pipeline=Pipelined("1f1b")),
