@@ -37,7 +37,10 @@ _OPTIONS = (
     click.option("--max-devices", type=click.IntRange(1), help="Take no more of them."),
     click.option("--objective", default="time", help="What is least: time, memory, cost, energy."),
     click.option(
-        "--seconds", type=click.FloatRange(0.1, 1e6), default=10.0, help="Of searching; 10."
+        "--seconds",
+        type=click.FloatRange(0.1, 1e6),
+        default=10.0,
+        help="Processor time of searching; 10.",
     ),
     click.option("--explain", is_flag=True, help="Why this plan, and what would change it."),
     click.option(

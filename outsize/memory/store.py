@@ -17,7 +17,7 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -77,6 +77,15 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Let the bytes go. Nothing may be read or written after."""
+        ...
+
+
+@runtime_checkable
+class Addressed(Store, Protocol):
+    """A tier whose bytes can be computed with where they rest."""
+
+    def view(self, place: Place) -> Tensor:
+        """The bytes of a place where they rest, 1-D uint8."""
         ...
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outsize.errors import OutsizeError, nearest
-from outsize.memory.store import MemoryStore, Place, Store
+from outsize.memory.store import Addressed, Place, Store
 from outsize.plan import DEVICE, FILES
 from outsize.runtime.storage.base_files import BaseFiles
 from outsize.schedule.items import Piece, Span
@@ -142,7 +142,7 @@ class Homes:
         for what, dtype in self._chunks.held(piece.chunk):
             home = self.known.get((piece.chunk, what))
             if home is not None:
-                assert isinstance(home.store, MemoryStore)
+                assert isinstance(home.store, Addressed)
                 first, last = self._own(piece, what)
                 if first == last:  # others have a part more
                     yield what, torch.empty(0, dtype=dtype)

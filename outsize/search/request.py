@@ -32,7 +32,8 @@ from outsize.search.pipeline_cuts import composed
 from outsize.simulate import Forecast
 from outsize.simulate.costs import Costs, Facts, facts_of
 from outsize.simulate.kept import kept
-from outsize.simulate.rehearse import bare, nowhere, rehearse, splits_of, stacked
+from outsize.simulate.nowhere import nowhere
+from outsize.simulate.rehearse import bare, rehearse, splits_of, stacked
 from outsize.simulate.sample import Sample, expand, sample
 
 # Where memory allows: calls cost less the larger they are. 25M model, 2 cores: 2, 4, 8 rows of 512
@@ -182,7 +183,8 @@ def native_makers(
         world = PretendWorld(plan.mesh, _largest(plan) + turn * plan.mesh.stride("pipeline"))
         # What a pipeline cuts is largest on the last one, too.
         line = Pretend(request.mesh.pipeline, request.mesh.pipeline - 1)
-        here = Here(world, ledger, nowhere(plan), line=line, apart=request.apart)
+        stores = nowhere(plan, memories(request))
+        here = Here(world, ledger, stores, line=line, apart=request.apart)
         with torch.device(request.kind):
             model = Decoder(config)
         return make_job(NativeModel(model), plan, request.recipe, here)

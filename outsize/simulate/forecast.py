@@ -268,7 +268,7 @@ class Clock:
             whole *= network.updated(self.placement.chunks, action.stage)
             whole *= 1.0 if action.part == WHOLE else self._share(action)
         if action.lane is Lane.HOST:
-            whole += self._handed_over(action)
+            whole += handed_over(action, self.placement, self.hardware)
         return network.together(whole, saying, beside)
 
     def _saying(self, index: int, beside: bool) -> float:
@@ -277,18 +277,6 @@ class Clock:
         nothing."""
         said = (talk for talk in self.says[index] if (talk.channel == LAYERS[True]) == beside)
         return sum(network.seconds(talk, self.hardware) for talk in said)
-
-    def _handed_over(self, action: Action) -> float:
-        """Seconds in which the weights of a part that the host has updated come to the device,
-        where that has memory of its own and they stay."""
-        chunks = self.placement.chunks
-        rest = self.placement.plan.stages[action.stage].rest
-        if rest.parameters != DEVICE or not self.hardware.devices[0].apart:
-            return 0.0
-        piece = self.placement.items.pieces[action.stage][action.part]
-        first, last = chunks.within(piece.chunk, PARAMETERS, piece.first, piece.last)
-        size = bytes_below(chunks, piece.chunk, PARAMETERS, first, last)
-        return size / rate(self.hardware, rest.optimizer, True)
 
     def _share(self, action: Action) -> float:
         """The part of its stage that an update of a part is."""
@@ -336,6 +324,18 @@ def host_share(hardware: Hardware, tier: str) -> float:
         return 1.0
     reached = rate(hardware, tier, True) if own is None else own.value
     return max(1.0, device.bandwidth.value / reached)
+
+
+def handed_over(action: Action, placement: Placement, hardware: Hardware) -> float:
+    """Seconds in which the weights of a part that the host has updated come to the device, where
+    that has memory of its own and they stay."""
+    rest = placement.plan.stages[action.stage].rest
+    if rest.parameters != DEVICE or not hardware.devices[0].apart:
+        return 0.0
+    piece = placement.items.pieces[action.stage][action.part]
+    first, last = placement.chunks.within(piece.chunk, PARAMETERS, piece.first, piece.last)
+    size = bytes_below(placement.chunks, piece.chunk, PARAMETERS, first, last)
+    return size / rate(hardware, rest.optimizer, True)
 
 
 def duration(work: Work, device: Device) -> float:

@@ -29,7 +29,15 @@ from outsize.schedule.talk import Said, Spoken
 from outsize.simulate import network
 from outsize.simulate.costs import ActionCost
 from outsize.simulate.fake import FakeMode
-from outsize.simulate.forecast import Forecast, RankForecast, copying, duration, rate
+from outsize.simulate.forecast import (
+    Forecast,
+    RankForecast,
+    copying,
+    duration,
+    handed_over,
+    host_share,
+    rate,
+)
 from outsize.simulate.rehearse import cost_of, heard, since
 from outsize.simulate.replay import Player, filled, kinds_at_peak, play_together
 from outsize.simulate.state_bytes import below, held_of
@@ -202,6 +210,10 @@ def seconds_of(job: Job, hardware: Hardware, action: Action, cost: ActionCost | 
     if action.kind is Kind.COPY:
         return copying(action, hardware)
     placement, rest = job.placement, job.plan.stages[action.stage].rest
+    if action.lane is Lane.HOST:
+        longer = host_share(hardware, rest.optimizer)
+        work = duration(cost.work, hardware.devices[0]) * longer
+        return work + handed_over(action, placement, hardware)
     if action.lane is not Lane.COMPUTE:
         if action.kind not in (Kind.FETCH, Kind.EVICT):
             return 0.0

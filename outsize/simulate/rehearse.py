@@ -17,8 +17,7 @@ from outsize.collectives import inside
 from outsize.data import Batch
 from outsize.kernels.product import elsewhere
 from outsize.memory import Ledger
-from outsize.memory.store import Place
-from outsize.plan import DEVICE, Plan, Rest, Sharding, Stream
+from outsize.plan import Plan, Rest, Sharding, Stream
 from outsize.plan.approximate import PARTIAL
 from outsize.runtime import AdoptedFlow, Job
 from outsize.runtime.engine import Engine, Loaded, Step
@@ -230,35 +229,6 @@ def _evaluate(job: Job, batch: object, ledger: Ledger, played: _Played, line: bo
             played.forward[moved(step.action)] = cost_of(job.engine, step, ledger, gone)
     handed = ((Kind.SEND, State.ACTIVATIONS), (Kind.RECV, State.ACTIVATIONS))
     played.forward |= {key: cost for key, cost in played.actions.items() if key[:2] in handed}
-
-
-class Nowhere:
-    """A store that keeps nothing, for tensors that have no bytes; it counts what it should move."""
-
-    name = "nowhere"
-
-    def __init__(self) -> None:
-        self.bytes_read = self.bytes_written = 0
-
-    def reserve(self, nbytes: int) -> Place:
-        return Place(0, nbytes)
-
-    def write(self, place: Place, data: Tensor, at: int = 0) -> None:
-        """Nothing to keep."""
-        self.bytes_written += data.nbytes
-
-    def read(self, place: Place, out: Tensor, at: int = 0) -> None:
-        """Nothing to give."""
-        self.bytes_read += out.nbytes
-
-    def close(self) -> None:
-        """Nothing to let go."""
-
-
-def nowhere(plan: Plan) -> dict[str, Nowhere]:
-    """Stores for every tier that a plan names."""
-    every = (tier for stage in plan.stages for tier in vars(stage.rest).values())
-    return {tier: Nowhere() for tier in every if tier != DEVICE}
 
 
 def _play(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -126,6 +127,14 @@ def test_a_choice_leaves_what_bytes_may_be_off_by_unless_memory_is_said() -> Non
     assert left.layout.whole > taken.layout.whole > 0 and left.seconds > taken.seconds
     said = " ".join(invoke("llama3-8b", "--hardware", NODE).output.split())
     assert "less than 75.15 GiB (3.96 GiB of the device are left)" in said
+
+
+def test_a_busy_machine_chooses_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour passes between any two looks at the clock, and a processor does little meanwhile."""
+    hours = itertools.count(0.0, 3600.0)
+    monkeypatch.setattr("time.monotonic", hours.__next__)
+    found = choose(shape_of("llama3-8b"), Asked(2048, 64), parse_spec("4 x 2 A100-SXM-40 @ 10GB/s"))
+    assert found.finished
 
 
 def test_json_and_the_cost_of_a_run() -> None:
@@ -260,6 +269,10 @@ def test_stages_between_the_ends_hold_no_vocabulary_and_fewer_microbatches() -> 
             "has it; expected 0, 1",
         ),
         (("llama3-8b", "--hardware", NODE, "--seconds", "nan"), "--seconds is nan"),
+        (
+            ("llama3-8b", "--hardware", NODE, "--max-devices", "2", "--require", "tensor=4"),
+            "--require tensor=4 and --max-devices 2",
+        ),
         (("llama3-8b", "--hardware", NODE, "--watts", "nan"), "--watts is nan"),
         (("llama3-8b", "--hardware", NODE, "--watts", "inf"), "--watts is inf"),
         (("", "--hardware", NODE), "model '' is unknown"),

@@ -40,7 +40,8 @@ from outsize.runtime.recipe import Here, Recipe
 from outsize.schedule import Kind
 from outsize.schedule.pipelines.interleaved import interleaved
 from outsize.simulate.forecast import compose
-from outsize.simulate.rehearse import nowhere, rehearse
+from outsize.simulate.nowhere import nowhere
+from outsize.simulate.rehearse import rehearse
 from outsize.train.prepared.batches import cut
 from outsize.train.prepared.foreseen import Rehearsal, foreseen
 from outsize.train.prepared.guessed import guessed

@@ -27,7 +27,8 @@ from outsize.schedule import State
 from outsize.search import PlanRequest, native_makers
 from outsize.search.request import facts_of_model
 from outsize.simulate.forecast import compose
-from outsize.simulate.rehearse import nowhere, rehearse
+from outsize.simulate.nowhere import nowhere
+from outsize.simulate.rehearse import rehearse
 from outsize.simulate.sample import expand, sample
 
 LAYERS, SEQUENCE = 6, 64

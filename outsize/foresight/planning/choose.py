@@ -5,7 +5,8 @@ nothing sharded, recomputed or summed and the most chunks, by the same forecast.
 from the least bound on; those whose bound lies above the plans that are kept are left shut, since
 every lane of a variant takes at least as long as the bound has it. Where rates between machines
 were measured, all of this takes every link to be as fast as the best one, and what that leaves is
-put on the machines in the order of its seconds (outsize/foresight/planning/placement.py).
+put on the machines in the order of its seconds (outsize/foresight/planning/placement.py). Seconds
+of searching are of this thread's processor time, so that a busy machine chooses the same plan.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ def choose(
     if not cluster.alike:
         names = ", ".join(group.device.name for group in cluster.groups)
         raise OutsizeError(f"hardware of unlike devices ({names}); plans are of one kind yet")
-    until = time.monotonic() + asked.seconds
+    until = time.thread_time() + asked.seconds
     measured = cluster if cluster.rates and cluster.nodes > 1 else None
     every = list(cells(shape, asked, at_best(cluster) if measured else cluster))
     if not every:
@@ -187,14 +188,14 @@ def choose(
     bounds = _bounds(known, asked, every)
     search, shut, finished = _Search(shape, asked, top, known, measured), 0, True
     if shape.module is not None:  # whose rehearsals are no searching
-        until = time.monotonic() + asked.seconds
+        until = time.thread_time() + asked.seconds
     order = np.argsort(bounds, kind="stable")
     for at, i in enumerate(order):
         if asked.objective != "memory" and bounds[i] > search.worst:
             shut = len(order) - at
             break
         search.open(every[i])
-        if time.monotonic() > until and at + 1 < len(order):
+        if time.thread_time() > until and at + 1 < len(order):
             finished = False
             break
     if not search.counted:
@@ -213,7 +214,8 @@ def _nearest(search: _Search) -> Planned | None:
 
 
 def _none_divides(asked: Asked, cluster: Cluster) -> str:
-    said = asked.conditions.said()
+    least = f"--max-devices {asked.devices}" if asked.devices else ""
+    said = " and ".join(part for part in (asked.conditions.said(), least) if part)
     return (
         f"no layout of {cluster.count} devices has {said or 'what is asked'};"
         f" expected axes that divide them, heads and layers, and rows that divide {asked.batch}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outsize.errors import OutsizeError
 from outsize.memory import tables
-from outsize.memory.store import MemoryStore
+from outsize.memory.store import Addressed
 from outsize.models.cuts import Cut
 from outsize.optim import taker
 from outsize.plan import Plan
@@ -108,7 +108,7 @@ class Training(Method):
         layout = tables(
             named, group_of, flow.wide, taken_by(flow, optimizer, cuts), cuts, grains_of(optimizer)
         )
-        memory = frozenset(n for n, s in here.stores.items() if isinstance(s, MemoryStore))
+        memory = frozenset(n for n, s in here.stores.items() if isinstance(s, Addressed))
         rest, main = (taker(optimizer, main).states for main in (False, True))
         place, turn = (plan.mesh.index(axis, here.world.rank) for axis in ("data", "pipeline"))
         kept, uses = Kept(dtypes_of(plan.precision), rest, main), tuple(map(tuple, flow.uses))

@@ -39,7 +39,8 @@ from outsize.runtime.recipe import Here, Recipe
 from outsize.schedule import Kind, State
 from outsize.simulate.costs import ActionCost, Costs
 from outsize.simulate.counter import Work
-from outsize.simulate.rehearse import nowhere, rehearse
+from outsize.simulate.nowhere import nowhere
+from outsize.simulate.rehearse import rehearse
 from outsize.torch_private import tree_map_only
 from outsize.train.prepared.guessed import ROWS, Given, line_of
 from outsize.train.prepared.making import twin_of

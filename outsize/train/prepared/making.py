@@ -43,7 +43,8 @@ from outsize.search.pipeline_cuts import composed
 from outsize.search.request import memories
 from outsize.simulate import Forecast
 from outsize.simulate.costs import Costs, Facts
-from outsize.simulate.rehearse import bare, nowhere, rehearse, splits_of
+from outsize.simulate.nowhere import nowhere
+from outsize.simulate.rehearse import bare, rehearse, splits_of
 from outsize.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -247,7 +248,8 @@ class Preparing:
         """The same job over a copy of the model that has no memory. Called in a fake mode."""
         twin, blocks = twin_of(self.model, self.settings.blocks)
         world = PretendWorld(plan.mesh, plan.mesh.size - 1)
-        return self._job_of(twin, blocks, plan, ledger, nowhere(plan), world)
+        stores = nowhere(plan, memories(self.request))
+        return self._job_of(twin, blocks, plan, ledger, stores, world)
 
     def _job_of(
         self,
