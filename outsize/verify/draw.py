@@ -222,12 +222,15 @@ def _plan(
         "update": update,
         "sequence_parallel": mesh.tensor > 1 and draw.random() < 0.5,
     }
+    at_rest = update == "apart" and rest.optimizer != "device"
+    host = draw.choice((0, 0, 3)) if at_rest else 0
     stream = Stream(
         resident,
         draw.randrange(1, resident + 1),
         draw.choice((0, 0, 1 << 19, 1 << 21)),
         draw.choice(("belady", "lru", "static")),
-        host=draw.choice((0, 0, 2)) if rest.optimizer != "device" and update == "apart" else 0,
+        host=host,
+        over=draw.randrange(1, host + 1) if host else 1,
     )
     said = line.said if alone else pipes.with_cuts(draw, line, len(stages))
     plan = Plan(

@@ -212,6 +212,8 @@ def features(drawn: Drawn) -> Iterator[str]:
         *((key, what["model"].get(key) is not None) for key in WIRES.names()),
         ("tied", bool(what["model"].get("tie_word_embeddings"))),
         ("clip", case.clip is not None),
+        ("updates on the host", plan.stream.host > plan.stream.over),
+        ("stream.over", plan.stream.over > 1),
         ("masked rows", what["masked rows"] != (0, 0)),
         ("uneven stages", bool(plan.pipeline.cuts)),
         (" ".join(map(str, plan.pipeline.ends or ())), plan.pipeline.ends is not None),

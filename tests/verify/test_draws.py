@@ -84,7 +84,7 @@ def test_everything_is_drawn():
         "mlp_tile", "split_backward", "sequence_chunk", "sequence_parallel",
         "shards of parameters", "shards of gradients", "shards of optimizer states", "recompute",
         "order layer", "update behind", "uneven rows", "tied", "clip", "masked rows", "frozen",
-        "shares of rows",
+        "shares of rows", "updates on the host", "stream.over",
         "label smoothing", "z-loss", "dropout", "resumed", "overlap", "blocks_by_rows",
             "ladder_from", "kraken_ways",
         "uneven stages", "below: parameters", "below: gradients", "below: optimizer",
