@@ -196,10 +196,8 @@ def as_stored(config: DecoderConfig) -> DecoderConfig:
     """The same model, whose files hold its codes."""
     assert config.coding is not None, "it is coded"
     if config.coding.behind:
-        raise OutsizeError(
-            f"{KEY}: {config.coding.name} is of serving; files hold the blocks' codes alone: leave"
-            f" {config.coding.behind} out"
-        )
+        why = f"files hold the blocks' codes alone: leave {config.coding.behind} out"
+        raise OutsizeError(f"{KEY}: {config.coding.name} is of serving; {why}")
     return coded(config, config.coding.format, stored=True)
 
 
@@ -261,10 +259,8 @@ def _head_of(config: DecoderConfig, where: str) -> Format:
     fitting = (one for one in map(format_of, _HEADS) if width % one.group == 0)
     found = next(fitting, None)
     if found is None:
-        raise OutsizeError(
-            f"{where}: {HEAD} has groups of 16 weights, which do not divide the head's {width}"
-            f" inputs; leave {HEAD} out"
-        )
+        why = f"which do not divide the head's {width} inputs; leave {HEAD} out"
+        raise OutsizeError(f"{where}: {HEAD} has groups of 16 weights, {why}")
     return found
 
 
@@ -300,8 +296,11 @@ def encoded(format: Format, weight: Tensor, name: str) -> dict[str, Tensor]:
 
 
 def decoded(format: Format, codes_OR: Tensor, shared: Tensor | None) -> Tensor:
-    """The whole weight of whole codes, float32."""
-    return format.decode(codes_OR, shared, Grid(codes_OR.shape[1] // format.block))
+    """The whole weight, float32; on meta, where decoding would import a compiler, its shape."""
+    groups = codes_OR.shape[1] // format.block
+    if codes_OR.is_meta:
+        return torch.empty(len(codes_OR), groups * format.group, device="meta", dtype=torch.float32)
+    return format.decode(codes_OR, shared, Grid(groups))
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,17 @@ def test_gguf_blocks_are_byte_for_byte_those_of_ggml(bits):
     assert np.array_equal(codes.numpy(), gguf_blocks(weight.numpy(), bits))
 
 
+@pytest.mark.parametrize("name", ["nf4", "int4:32", "q4_k"])
+def test_the_shape_of_a_weight_is_known_without_decoding(name, monkeypatch):
+    """Its operators would import torch._dynamo, where a directory is described: 2 seconds."""
+    form = format_of(name)
+    codes, shared = form.encode(weights())
+    wanted = decoded(form, codes, shared)
+    monkeypatch.setattr(type(form), "decode", None)
+    found = decoded(form, codes.to("meta"), None if shared is None else shared.to("meta"))
+    assert found.is_meta and (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+
+
 @pytest.mark.parametrize("name", ["q8_0", "q4_0", "q4_k", "q5_k", "q6_k"])
 def test_the_gguf_package_reads_and_writes_the_same(name):
     quants = pytest.importorskip("gguf.quants")
