@@ -564,3 +564,5 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &strict::copy_from_and_resize);
   m.impl("_local_scalar_dense", &strict::read);
 }
+
+#include "autocast.h"

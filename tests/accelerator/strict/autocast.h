@@ -1,5 +1,7 @@
 // Autocast on the device: PyTorch's own lists of operators, which take their tensors in the lower
-// precision, in float32, or in the widest type among them.
+// precision, in float32, or in the widest type among them. A part of operators.cpp, whose headers of
+// PyTorch's take most of what a file's compiling does.
+#pragma once
 #ifndef __clang__
 #pragma GCC diagnostic ignored "-Wstringop-overflow" // of IValue, wrongly, in g++ 12
 #endif
@@ -9,9 +11,6 @@
 
 namespace strict {
 namespace {
-
-using at::Tensor;
-constexpr auto kType = c10::DeviceType::PrivateUse1;
 
 enum class To { Lower, Float, Widest };
 
