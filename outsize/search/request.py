@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -183,7 +183,7 @@ def native_makers(
         world = PretendWorld(plan.mesh, _largest(plan) + turn * plan.mesh.stride("pipeline"))
         # What a pipeline cuts is largest on the last one, too.
         line = Pretend(request.mesh.pipeline, request.mesh.pipeline - 1)
-        stores = nowhere(plan, memories(request))
+        stores = nowhere(plan, memories(request.tiers))
         here = Here(world, ledger, stores, line=line, apart=request.apart)
         with torch.device(request.kind):
             model = Decoder(config)
@@ -236,13 +236,13 @@ def _facts(config: DecoderConfig, request: PlanRequest, plan: Plan) -> Facts:
 
 def known_of(request: PlanRequest, facts: Facts) -> Facts:
     """Facts of a model with what a request knows beside it."""
-    host = memories(request)
+    host = memories(request.tiers)
     return replace(facts, host=host, filling=request.filling, grain=request.grain)
 
 
-def memories(request: PlanRequest) -> frozenset[str]:
-    """The tiers that are memory, where parts can be updated as they rest."""
-    return frozenset(tier.name for tier in request.tiers if tier.medium == "memory")
+def memories(tiers: Iterable[TierSpec]) -> frozenset[str]:
+    """Those of some tiers that are memory, where parts can be updated as they rest."""
+    return frozenset(tier.name for tier in tiers if tier.medium == "memory")
 
 
 @dataclass

@@ -289,7 +289,8 @@ def test_streaming_is_hidden_beyond_the_threshold(times):
     # An update comes for the parameters once more and writes them back; of two buffers one is
     # fetched, updated and written while the other one is.
     updated = max(one.update, fetch, (fetch + one.update + fetch) / 2)
-    # What comes first hides behind nothing, the last block computes alone; at the turn two are there.
+    # What comes first hides behind nothing, the last block computes alone, and two are there at the
+    # turn.
     there = fetch + BLOCKS * forward if fetch < forward else BLOCKS * fetch + forward
     again = BLOCKS * back if fetch < back else 2 * back + (BLOCKS - 2) * fetch
     want = there + again + BLOCKS * (updated - one.update) + rest

@@ -248,7 +248,7 @@ class Preparing:
         """The same job over a copy of the model that has no memory. Called in a fake mode."""
         twin, blocks = twin_of(self.model, self.settings.blocks)
         world = PretendWorld(plan.mesh, plan.mesh.size - 1)
-        stores = nowhere(plan, memories(self.request))
+        stores = nowhere(plan, memories(self.settings.tiers))
         return self._job_of(twin, blocks, plan, ledger, stores, world)
 
     def _job_of(
@@ -303,7 +303,8 @@ class Rehearsals:
         key = bare(plan), splits_of(plan)
         if key not in self._known:
             made = self.rehearsed(plan)
-            self._facts = replace(made.facts, host=memories(self.request), grain=self.request.grain)
+            host = memories(self.request.tiers)
+            self._facts = replace(made.facts, host=host, grain=self.request.grain)
             self._known[key] = replace(made, facts=self._facts)
         return [self._known[key]]
 
