@@ -130,3 +130,7 @@ def test_whole_documents_go_into_the_fullest_row_that_takes_them():
         row[0] -= size
         row[2].append(document)
     assert pack(data, 3, 50).documents == tuple(tuple(row[2]) for row in rows)
+    weights_N = (np.arange(len(data.tokens_N)) % 3).astype(np.float32)
+    row = pack(data, 3, 50).read(replace(data, weights_N=weights_N), 0, 50)
+    assert np.array_equal(row.targets_S != IGNORE, row.weights_S != 0), "0 is no target's weight"
+    assert {0.0, 1.0, 2.0} == set(row.weights_S.tolist())

@@ -1,5 +1,7 @@
 """Layouts: parts make up the whole, an exchange names its collectives."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from joined import joined
@@ -15,6 +17,7 @@ from outsize.parallel.layouts import (
     Sharded,
     part_of,
 )
+from outsize.parallel.sums import cross
 
 
 @pytest.mark.parametrize(
@@ -48,3 +51,9 @@ def test_exchanges_name_their_collectives():
     assert scattered.names == ("reduce_scatter", "all_gather")
     gathered = Exchange(Laid(Sharded(1), Sharded(1)), Laid(REPLICATED, PARTIAL))
     assert gathered.names == ("all_gather", "reduce_scatter")
+
+
+def test_a_part_that_is_taken_holds_no_more_than_itself():
+    axis = SimpleNamespace(size=2, rank=1)
+    part = cross(torch.arange(6.0), ("take", "all_gather"), axis, 0, 6)
+    assert part.tolist() == [3, 4, 5] and part.untyped_storage().nbytes() == 3 * 4

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from outsize.cli.evaluate import _numbers
 from outsize.data.source import Document
 from outsize.data.sources import ReadLog
 from outsize.serve.evaluate import evaluate
@@ -54,3 +55,5 @@ def test_targets_count_by_their_weights(sequence) -> None:
     assert (found.targets, found.right, found.documents, found.whole) == (targets, right, 4, whole)
     assert found.loss == pytest.approx(nats / weight, rel=1e-6)
     assert found.bits_per_byte == pytest.approx(nats / math.log(2) / size, rel=1e-6)
+    said = _numbers(found, answers=True)
+    assert said["right"] == right / targets and said["exact_match"] == whole / 4

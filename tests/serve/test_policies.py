@@ -134,6 +134,8 @@ def test_fair_serves_who_has_had_least() -> None:
     shares.take("b", 5)
     shares.come("c", {"a", "b"})
     assert shares.had["c"] == 70.0
+    shares.come("b", {"a", "c"})  # who had more stays ahead
+    assert shares.had["b"] == 75.0
     shares.come("a", ())
     assert shares.had == {"a": 0.0}
 
