@@ -63,6 +63,8 @@ def test_neighbours_share_an_operation_and_far_ones_do_not(tmp_path: Path) -> No
     (whole,) = operations([Copy(path, 5000, 0, 10)])
     assert whole.start == ALIGN and whole.stop == 5010  # as far as is wanted: no file is longer
     assert all(each.stop - each.start <= OPERATION for each in operations([Copy(path, 7, 0, SIZE)]))
+    (around,) = operations([Copy(path, 0, 0, 900), Copy(path, 100, 900, 50)])
+    assert around.stop == 900, "the last to begin ends first"
 
 
 def test_a_file_cut_meanwhile(files: dict[Path, bytes]) -> None:

@@ -55,6 +55,8 @@ def test_what_is_declared(two: tuple[Path, Path]) -> None:
 def test_a_disk_without_a_size_takes_most_of_what_is_free(two: tuple[Path, Path]) -> None:
     a, b = two
     assert disk_tier(str(a)).bytes == 90 * GIB
+    assert disk_tier(str(a), near=3).bytes == 30 * GIB, "each worker's part"
+    assert disk_tier(f"{a}:7GiB", near=3).bytes == 7 * GIB, "what is said is each worker's"
     assert disk_tier(f"{a},{b}").bytes == 90 * GIB, "two folders of one disk share what is free"
 
 

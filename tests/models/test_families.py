@@ -21,6 +21,7 @@ from outsize.models.names import alternatives, ignorable, layout, stays_float32
 from outsize.models.norm import Norm
 from outsize.models.presets import PRESETS
 from outsize.models.rope import rotate
+from outsize.serve.room import context_of
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -186,6 +187,9 @@ def test_lengths_say_what_positions_cannot() -> None:
 def test_documents_longer_than_learned_positions(kind: str) -> None:
     model = filled(SHAPES[kind])
     assert model(torch.zeros(30, dtype=torch.int64)).isfinite().all()
+    assert context_of(model, 30) == 30
+    with pytest.raises(OutsizeError, match="--context 31; this model has 30 positions"):
+        context_of(model, 31)
     with pytest.raises(OutsizeError, match="31 tokens is longer than the 30 positions"):
         model(torch.zeros(31, dtype=torch.int64))
 
