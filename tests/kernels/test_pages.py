@@ -112,6 +112,8 @@ def test_what_is_held_is_near_and_as_large_as_it_says(form: str, size: int) -> N
     pool, bits = filled(form, x_TGK, 3), FORMS[form].bits
     back = pool.get(torch.arange(4)).flatten(0, 1)
     assert sum(x.nbytes for x in pool.tensors) == 12 * 2 * FORMS[form].bytes(size, torch.float32)
+    exact = [FORMS[form].exact(dtype) for dtype in DTYPES.values()]
+    assert exact == [form == "as-stored", form in ("as-stored", "bf16")]
     if not bits:
         assert torch.equal(back, x_TGK if form == "as-stored" else x_TGK.bfloat16().float())
         return

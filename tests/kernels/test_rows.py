@@ -60,8 +60,10 @@ def test_products_of_heads_are_right_and_know_nobody(name: str, turns: bool) -> 
     with torch.no_grad(), rows.alone():
         y_THO = by_head(x_THI, weight, turns)
         each = [by_head(x_THI[t : t + 1], weight, turns) for t in range(7)]
+        apart = by_head(x_THI, torch.stack((weight, weight + 1), -1)[..., 0], turns)
     expected = torch.einsum(by, x_THI.double(), weight.double())
-    assert float((y_THO - expected).abs().max() / expected.abs().max()) < LARGEST[dtype]
+    for found in (y_THO, apart):  # apart: of a weight whose numbers are not side by side
+        assert float((found - expected).abs().max() / expected.abs().max()) < LARGEST[dtype]
     assert torch.equal(torch.cat(each), y_THO)
     given = [x.double().requires_grad_() for x in (x_THI, weight)]
     pulled = torch.autograd.grad(by_head(*given, turns).square().sum(), given)
