@@ -13,6 +13,7 @@ from torch import Tensor
 from outsize.errors import OutsizeError
 from outsize.kernels import eights, native, product, rows
 from outsize.kernels.heads import by_head
+from outsize.kernels.norm import rms_norm
 from outsize.memory import Ledger
 from outsize.models.coding import Grid, format_of
 from outsize.simulate.fake import FakeMode
@@ -171,6 +172,16 @@ def test_the_way_is_taken_where_it_is_asked_for_alone() -> None:
         assert not rows.wanted(x, w)
     with rows.alone():
         assert not rows.wanted(x, w)  # gradients are recorded
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_norm_of_rows_of_a_wider_tensor_knows_nobody(name: str) -> None:
+    """One row of it lies as any other does, several do not."""
+    wide, weight = _random(6, 130).to(DTYPES[name]), _random(100).to(DTYPES[name])
+    with torch.no_grad(), rows.alone():
+        every = rms_norm(wide[:, :100], weight, 1e-6, 0.0)
+        each = [rms_norm(wide[i : i + 1, :100], weight, 1e-6, 0.0) for i in range(6)]
+    assert torch.equal(every, torch.cat(each))
 
 
 def _said(file: str, name: str) -> int:
