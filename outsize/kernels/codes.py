@@ -1,4 +1,5 @@
-"""Blocks of codes to numbers: value of each code times the scale of its group, in one pass.
+"""Blocks of codes to numbers: value of each code times the scale of its group, in one pass; and the
+number of a group that its scale is made of.
 
 N blocks of B bytes, G codes of a group.
 """
@@ -77,6 +78,18 @@ def decoded(laid: Laid, dtype: torch.dtype = torch.float32) -> Tensor:
         )
         return y
     return plain(blocks_NB, _apart(laid), table, order, head).to(dtype)
+
+
+def farthest(groups_NG: Tensor) -> Tensor:
+    """Of the last dimension, kept as one, what is farthest from zero, with its sign: of several the
+    first."""
+    most, least = groups_NG.amax(-1, keepdim=True), groups_NG.amin(-1, keepdim=True)
+    found, ties = torch.where(most > -least, most, least), (most == -least).squeeze(-1)
+    # An argmax of all takes six times as long.
+    if not ties.is_meta and bool(ties.any()):
+        some = groups_NG[ties]
+        found[ties] = some.gather(-1, some.abs().argmax(-1, keepdim=True))
+    return found
 
 
 def whole(laid: Laid) -> tuple[Tensor, Tensor]:

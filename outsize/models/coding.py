@@ -10,6 +10,7 @@ O outputs, I inputs, G weights of a group, B bytes of its block, R bytes of a ro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -373,8 +374,8 @@ def raw(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def over(values: Tensor, scale: Tensor) -> Tensor:
-    """values / scale, 0 where the scale is."""
-    return torch.where(scale == 0, 0.0, values / scale)
+    """values / scale, 0 (of their sign) where the scale is. values: finite where it is 0."""
+    return values / scale.masked_fill(scale == 0, math.inf)
 
 
 def halves(codes_NG: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outsize.kernels.codes import Laid
+from outsize.kernels.codes import Laid, farthest
 from outsize.models.coding import (
     FORMATS,
     Blocks,
@@ -27,7 +27,7 @@ ZERO = 8  # the code of 0
 
 
 def pack(groups_NG: Tensor) -> Tensor:
-    largest = groups_NG.gather(-1, groups_NG.abs().argmax(-1, keepdim=True))
+    largest = farthest(groups_NG)
     scale_N2 = raw(largest / -ZERO, torch.bfloat16)
     codes_NG = over(groups_NG, scales(scale_N2)).add_(ZERO).round_().clamp_(0, 15)
     return torch.cat((scale_N2, halves(codes_NG.to(torch.uint8))), -1)

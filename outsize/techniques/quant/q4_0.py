@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outsize.kernels.codes import Laid
+from outsize.kernels.codes import Laid, farthest
 from outsize.models.coding import FORMATS, Blocks, groups_of, halves, numbers, raw
 
 NAME, GROUP = "q4_0", 32
 
 
 def pack(groups_NG: Tensor) -> Tensor:
-    largest_N1 = groups_NG.gather(-1, groups_NG.abs().argmax(-1, keepdim=True))
+    largest_N1 = farthest(groups_NG)
     scale_N1 = largest_N1 / -8
     scaled_NG = groups_NG * torch.where(scale_N1 == 0, 0.0, 1 / scale_N1)
     codes_NG = scaled_NG.add_(8.5).trunc_().clamp_(0, 15).to(torch.uint8)

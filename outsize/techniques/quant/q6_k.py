@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from outsize.kernels.codes import farthest
 from outsize.models.coding import FORMATS, Blocks, groups_of, numbers, over, raw
 
 NAME, GROUP, BLOCK = "q6_k", 256, 210
@@ -25,8 +26,8 @@ _SHIFTS = (0, 2, 4, 6)  # of these, by quarter of 128 weights
 
 def pack(groups_NG: Tensor) -> Tensor:
     w_NPE = groups_NG.view(-1, PARTS, GROUP // PARTS)
-    step_NP = _largest(w_NPE) / -32
-    wide_N2 = raw(_largest(step_NP).unsqueeze(-1) / -128, torch.float16)
+    step_NP = farthest(w_NPE).squeeze(-1) / -32
+    wide_N2 = raw(farthest(step_NP) / -128, torch.float16)
     step8_NP = over(step_NP, numbers(wide_N2, torch.float16)).round_().clamp_(-128, 127)
     whole_NP1 = (numbers(wide_N2, torch.float16) * step8_NP).unsqueeze(-1)
     codes_NPE = over(w_NPE, whole_NP1).round_().clamp_(-32, 31).add_(32).to(torch.uint8)
@@ -36,11 +37,6 @@ def pack(groups_NG: Tensor) -> Tensor:
     high = upper[0] | upper[1] | upper[2] | upper[3]
     eight_NP = step8_NP.to(torch.int8).view(torch.uint8)
     return torch.cat((low.flatten(1), high.flatten(1), eight_NP, wide_N2), -1)
-
-
-def _largest(x: Tensor) -> Tensor:
-    """Of the last dimension what is farthest from zero, with its sign."""
-    return x.gather(-1, x.abs().argmax(-1, keepdim=True)).squeeze(-1)
 
 
 def unpack(blocks_NB: Tensor, dtype: torch.dtype) -> Tensor:

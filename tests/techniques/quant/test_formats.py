@@ -11,7 +11,7 @@ import torch
 from outsize.errors import OutsizeError
 from outsize.kernels import codes
 from outsize.kernels.coded import linear
-from outsize.models.coding import FORMATS, Grid, decoded, encoded, format_of
+from outsize.models.coding import FORMATS, Grid, decoded, encoded, format_of, over
 from outsize.techniques.quant import nf4
 
 SIZES = {
@@ -54,6 +54,21 @@ def test_gguf_blocks_are_byte_for_byte_those_of_ggml(bits):
     weight = weights()
     codes, _ = format_of(f"q{bits}_0").encode(weight)
     assert np.array_equal(codes.numpy(), gguf_blocks(weight.numpy(), bits))
+
+
+def test_what_is_farthest_from_zero_is_the_first_of_several_and_scales_of_zero_give_zeros():
+    groups = torch.tensor(
+        [[1.0, -3, 2], [3, 1, -3], [-3, 3, 1], [0, 0, 0], [-0.0, 0, 0], [1, 5, -2]]
+    )
+    wanted = [x[np.argmax(np.abs(x))] for x in groups.numpy()]
+    found = codes.farthest(groups)
+    assert found.shape == (6, 1) and found.flatten().tolist() == wanted
+    assert torch.equal(found.signbit().flatten(), torch.tensor(np.signbit(wanted)))
+    assert codes.farthest(groups.to("meta")).shape == (6, 1)
+    groups[1, 1] = math.nan
+    assert codes.farthest(groups).isnan().flatten().tolist() == [False, True, *4 * [False]]
+    quotient = over(torch.tensor([[2.0, -1], [3, -4]]), torch.tensor([[0.0], [2]]))
+    assert quotient.tolist() == [[0, 0], [1.5, -2]]
 
 
 @pytest.mark.parametrize("name", ["nf4", "int4:32", "q4_k"])
