@@ -305,14 +305,16 @@ def _unknown(name: str, source: str) -> OutsizeError:
     if ours is not None:
         return OutsizeError(f"{place(source, name)}: unknown key; here it is {ours}")
     section, _, key = name.rpartition(".")
-    while section:  # the innermost section that there is knows the nearest
-        if _keys(section):
-            return unknown(key, _keys(section), source, section)
+    while section and not _keys(section):
         section, _, key = section.rpartition(".")
-    homes = [full for full in leaves() if full.rpartition(".")[2] == name]
+    inside, every = section and f"{section}.", (*leaves(), *technique_leaves())
+    homes = [full for full in every if full.startswith(inside) and full.endswith(f".{key}")]
     if homes:
-        return OutsizeError(f"{place(source, name)}: unknown key; did you mean {homes[0]!r}?")
-    outer = tuple({name.partition(".")[0] for name in (*leaves(), *technique_leaves())})
+        meant = repr(homes[0]) if len(homes) == 1 else f"one of {', '.join(homes)}"
+        return OutsizeError(f"{place(source, name)}: unknown key; did you mean {meant}?")
+    if section:  # the innermost that there is knows the nearest
+        return unknown(key, _keys(section), source, section)
+    outer = tuple({full.partition(".")[0] for full in every})
     return unknown(name, outer, source, "")
 
 

@@ -71,6 +71,8 @@ def test_data_in_the_place_of_a_runs_file_is_said(name: str, tmp_path: Path) -> 
     ("text", "complaint"),
     [
         ("train.stpes=3", "--set: train.stpes: unknown key; did you mean 'steps'?"),
+        ("data.template=plain", "data.template: unknown key; did you mean 'data.chat.template'?"),
+        ("adapt.alpha=8", "unknown key; did you mean one of adapt.dora.alpha, adapt.loha.alpha, "),
         ("train.steps", "--set 'train.steps': expected key=value"),
         ("train.steps=x", "--set: train.steps: 'x'; expected a whole number"),
         ("train.minutes=2", "train.steps and train.minutes are given together"),
