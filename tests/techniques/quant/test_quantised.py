@@ -119,8 +119,11 @@ def test_a_cut_inside_a_group_is_refused():
 
 
 def test_groups_that_do_not_divide_are_refused():
-    with pytest.raises(OutsizeError, match="groups of 64 weights, which do not divide the 24"):
+    words = "groups of 64 weights, which do not divide the 24 .*; choose another format"
+    with pytest.raises(OutsizeError, match=words):
         build(quantised("llama, untied", "int4"))
+    with pytest.raises(OutsizeError, match=r"smaller groups \(FORMAT:16\) or another format"):
+        build(quantised("llama, untied", "int4", hidden_size=64, intermediate_size=176))
 
 
 def test_the_forecast_is_what_is_measured():
