@@ -315,9 +315,10 @@ def transforming() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def hooked(parameter: Tensor) -> bool:
-    """Whether a parameter has hooks that see or change its gradients."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+def hooked(one: Tensor | torch.nn.Module) -> bool:
+    """Whether a parameter, or a module, has hooks that see or change its gradients."""
+    kinds = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(one, kind, None) for kind in kinds)
 
 
 def changes(tensor: Tensor) -> int:

@@ -3,6 +3,7 @@ one memory, wrappers, what sees a part of the rows, what a forward changes besid
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -163,7 +164,41 @@ def test_what_would_see_a_part_of_the_rows_is_refused(make, said):
         outsize.prepare(make(), "sgd", loss=total, count=rows, microbatches=2)
 
 
-@pytest.mark.parametrize("block", [Averaging, lambda: spectral_norm(nn.Linear(6, 6))])
+@dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("late", "said"),
+    [
+        (lambda model: model.head.bias.register_hook(torch.clone), "'head.bias' has a hook of its"),
+        (
+            lambda model: model.blocks[1].register_full_backward_hook(lambda *_: None),
+            r"module 'blocks\.1' has a backward hook, and a pipeline",
+        ),
+        (None, "batch: x of a Pair is a tensor that is not seen there"),
+    ],
+)
+def test_what_the_first_batch_shows_is_refused_on_all_workers(late, said, near):
+    models = [made() for _ in range(2)]
+
+    def work(world):
+        model = models[world.rank]
+        job = outsize.prepare(
+            model, "sgd", loss=total, count=rows, mesh="pipeline=2", microbatches=2
+        )
+        batch = Pair(*batches()[0]) if late is None else batches()[0]
+        if late is not None:
+            late(model)
+        with pytest.raises(OutsizeError, match=said):
+            job.step(batch)
+
+    play(Mesh(pipeline=2), near(work))
+
+
+@pytest.mark.parametrize("block", [Averaging, Counting, lambda: spectral_norm(nn.Linear(6, 6))])
 def test_what_each_microbatch_would_change_is_refused(block):
     job = outsize.prepare(made(block), "sgd", loss=total, count=rows, microbatches=2)
     with pytest.raises(OutsizeError, match=r"'blocks\.0\..*' is changed by the forward, once"):

@@ -123,6 +123,19 @@ def refuse_empty(batch: Any) -> None:
             return
 
 
+def refuse_unseen(batch: Any) -> None:
+    """OutsizeError for tensors in a type of somebody's own, which PyTorch's trees do not open."""
+    for item in () if isinstance(batch, Batch) else tree_leaves(seen_into(batch)):
+        for name, value in getattr(item, "__dict__", {}).items():
+            if isinstance(value, Tensor) and not isinstance(item, (Tensor, torch.nn.Module)):
+                kind = type(item).__name__
+                raise OutsizeError(
+                    f"batch: {name} of a {kind} is a tensor that is not seen there, so that its"
+                    " rows cannot be cut and its form not foreseen; pass tensors in tuples, lists"
+                    " or dictionaries"
+                )
+
+
 def rows_of(batch: Any) -> int:
     """The first dimension of a batch's first tensor that has one."""
     for item in tree_leaves(seen_into(batch)):

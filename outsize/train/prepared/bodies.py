@@ -4,8 +4,9 @@ wrapper that sums gradients, and what would see parts of a batch where a plain l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from math import isclose
 
 import torch
 from torch import Tensor, nn
@@ -86,26 +87,44 @@ def check_rows(model: nn.Module, what: str) -> None:
             )
 
 
+def check_walls(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
+    """OutsizeError for hooks of gradients around blocks that lie on several workers: where a
+    worker has the values behind a block alone, none come to those before it."""
+    for name, module in model.named_modules():
+        inside = any(path == name or path.startswith(f"{name}.") for path, _ in blocks)
+        if name and inside and hooked(module):
+            raise OutsizeError(
+                f"module {name!r} has a backward hook, and a pipeline has gradients of its inputs"
+                " and outputs on different workers; register the hook on a module inside a block,"
+                " or put all workers on the data axis"
+            )
+
+
 class Moving:
-    """Buffers, and frozen parameters, that a module's forward changes, where the rows of a batch
-    come in parts: each part would change them, by its own rows. Those of batch normalisation have
-    their own rule."""
+    """Buffers, frozen parameters and counters that a module's forward changes, where the rows of a
+    batch come in parts: each part would change them, by its own rows. Those of batch normalisation
+    have their own rule. A counter is a number among a module's attributes that two steps change by
+    the same amount, or by the same factor."""
 
     def __init__(self, model: nn.Module, microbatches: int, frozen: bool) -> None:
         """frozen: whether parameters that are not trained lie still, so that they count too."""
         self._model, self._microbatches, self._frozen = model, microbatches, frozen
         self._before: dict[str, tuple[Tensor, int]] = {}
         self._moved: set[str] | None = None  # in the first step: some are only made in it
+        self._counts: dict[str, float] = {}
+        self._paces: dict[str, tuple[float, float]] = {}
 
     def begin(self) -> None:
         """A step begins."""
         self._before = {name: (b, changes(b)) for name, b in self._others()}
+        self._counts = dict(self._numbers())
 
     def ended(self, world: World) -> None:
         """It has ended. OutsizeError where a plain loop has other buffers now."""
         now = dict(self._others())
         moved = {n for n, b in now.items() if not _still(b, *self._before.get(n, (None, 0)))}
-        if self._microbatches > 1 and (again := moved & (self._moved or set())):
+        again = moved & (self._moved or set()) | self._counted()
+        if self._microbatches > 1 and again:
             raise OutsizeError(
                 f"{min(again)!r} is changed by the forward, once a microbatch, and"
                 f" microbatches is {self._microbatches}: a plain loop has other numbers since the"
@@ -114,6 +133,27 @@ class Moving:
         if self._moved is None and now and (rows := along(world, "data")).size > 1:
             self._refuse_unlike(now, rows)
         self._moved = moved if self._moved is None else self._moved
+
+    def _counted(self) -> set[str]:
+        """Counters that this step and the one before have moved alike."""
+        before, paces = self._counts, self._paces
+        now = {name: value for name, value in self._numbers() if before.get(name, value) != value}
+        self._paces = {
+            name: (value - before[name], value / before[name] if before[name] else 0.0)
+            for name, value in now.items()
+        }
+        return {
+            name
+            for name, pace in self._paces.items()
+            if any(isclose(a, b) for a, b in zip(pace, paces.get(name, ()), strict=False))
+        }
+
+    def _numbers(self) -> Iterator[tuple[str, float]]:
+        """Numbers among modules' attributes, where a step has several microbatches."""
+        for path, module in self._model.named_modules() if self._microbatches > 1 else ():
+            for name, value in vars(module).items():
+                if type(value) in (int, float) and value - value == 0:
+                    yield f"{path}.{name}" if path else name, value
 
     def _refuse_unlike(self, now: dict[str, Tensor], rows: Collective) -> None:
         sums = torch.stack([b.detach().double().nan_to_num().sum() for b in now.values()])

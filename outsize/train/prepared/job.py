@@ -32,6 +32,7 @@ from outsize.train.prepared.making import Preparing, refuse_small_budget
 from outsize.train.prepared.module import Buffers, Guard, without_caches, without_sparse
 from outsize.train.prepared.optimizers import Handed
 from outsize.train.prepared.options import Settings
+from outsize.train.prepared.refusals import check_first
 from outsize.train.prepared.statistics import moved_once
 from outsize.train.prepared.workers import leaving
 
@@ -239,7 +240,10 @@ class Prepared:
         def checked() -> Any:
             if self._job is not None:
                 self._changes.follow(self._job)
-            return _checked(self.model, batch, lr, self._handed, self.settings.batches)
+            made = _checked(self.model, batch, lr, self._handed, self.settings.batches)
+            if self._job is None:
+                check_first(self.model, self.settings, made)
+            return made
 
         made = preparing.alike(checked)
         if self._job is None:

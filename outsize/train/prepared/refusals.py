@@ -19,7 +19,8 @@ from outsize.plan.spread import AUTO
 from outsize.schedule.pipelined import order_of
 from outsize.schedule.pipelines import check_name
 from outsize.search.request import SCHEDULE
-from outsize.train.prepared.bodies import check_body, check_rows
+from outsize.train.prepared.batches import refuse_unseen
+from outsize.train.prepared.bodies import check_body, check_rows, check_walls
 from outsize.train.prepared.statistics import normalising
 
 if TYPE_CHECKING:
@@ -48,6 +49,17 @@ def check_sums(model: nn.Module, made: Settings) -> None:
             " whole batch, which microbatches would change; use microbatches=1, or name"
             f" {MICROBATCH} under approximate"
         )
+
+
+def check_first(model: nn.Module, made: Settings, batch: Any) -> None:
+    """Refuse what is known with the first batch: hooks that have come since `prepare`, and tensors
+    of the batch that cannot be cut or foreseen."""
+    check_sums(model, made)
+    pipelined = made.mesh.pipeline > 1
+    if pipelined:
+        check_walls(model, made.blocks)
+    if pipelined or made.microbatches > 1 or made.budget is not None:
+        refuse_unseen(batch)
 
 
 def check_approximate(model: nn.Module, made: Settings) -> None:
