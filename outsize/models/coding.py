@@ -150,10 +150,8 @@ def divided(format: Format, name: str, d_in: int) -> None:
     """OutsizeError where groups do not divide the rows of a weight."""
     if d_in % format.group:
         way = next((f"smaller groups (FORMAT:{n}) or " for n in (64, 32, 16) if not d_in % n), "")
-        raise OutsizeError(
-            f"{KEY}: {format.name} has groups of {format.group} weights, which do not divide the"
-            f" {d_in} inputs of {name}; choose {way}another format"
-        )
+        what = f"groups of {format.group} weights, which do not divide the {d_in} inputs of {name}"
+        raise OutsizeError(f"{KEY}: {format.name} has {what}; choose {way}another format")
 
 
 @dataclass(frozen=True)

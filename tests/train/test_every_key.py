@@ -91,10 +91,10 @@ def rehearsed_once(monkeypatch):
     """One rehearsal a list of stages: numbers do not follow from what it finds."""
     real, known = requests.rehearse, {}
 
-    def rehearsed(plan, job_of, batch_of, *more):
+    def rehearsed(plan, job_of, batch_of, *more, **said):
         key = len(plan.stages), plan.split_backward
         if key not in known:
-            known[key] = real(plan, job_of, batch_of, *more)
+            known[key] = real(plan, job_of, batch_of, *more, **said)
         return known[key]
 
     for module in (requests, planner):

@@ -58,6 +58,20 @@ class Counting(nn.Module):
         return self.linear(x) * (0.1 * self.calls)
 
 
+class Tallying(nn.Module):
+    """Counts its rows, in a buffer and in Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.rows = nn.Linear(6, 6), 0
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.seen += len(x)
+        self.rows += len(x)
+        return self.linear(x)
+
+
 def made(*args, **more):
     torch.manual_seed(0)
     return Net(*args, **more).double()
@@ -207,8 +221,17 @@ def test_what_each_microbatch_would_change_is_refused(block):
     same_as_plain(partial(made, block), batches())
 
 
+def test_what_grows_by_rows_is_whole_in_microbatches():
+    model = made(Tallying)
+    job = outsize.prepare(model, "sgd", loss=total, count=rows, microbatches=2)
+    for batch in batches():
+        job.step(batch)
+    assert [(int(block.seen), block.rows) for block in model.blocks] == [(12, 12)] * 2
+
+
 def test_so_is_what_each_worker_would_change_by_its_own_rows(near):
-    models = {block: [made(block) for _ in range(2)] for block in (Averaging, Counting)}
+    kinds = {Averaging: "mean", Tallying: "seen", Counting: None}
+    models = {block: [made(block) for _ in range(2)] for block in kinds}
 
     def work(world):
         for block, own in models.items():
@@ -220,9 +243,8 @@ def test_so_is_what_each_worker_would_change_by_its_own_rows(near):
             if block is Counting:
                 job.step((x[mine], y[mine]))
                 continue
-            with pytest.raises(
-                OutsizeError, match=r"'blocks\.0\.mean' is changed by the forward, by"
-            ):
+            said = rf"'blocks\.0\.{kinds[block]}' is changed by the forward, by"
+            with pytest.raises(OutsizeError, match=said):
                 job.step((x[mine], y[mine]))
 
     play(Mesh(data=2), near(work))

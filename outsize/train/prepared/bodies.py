@@ -104,38 +104,50 @@ class Moving:
     """Buffers, frozen parameters and counters that a module's forward changes, where the rows of a
     batch come in parts: each part would change them, by its own rows. Those of batch normalisation
     have their own rule. A counter is a number among a module's attributes that two steps change by
-    the same amount, or by the same factor."""
+    the same amount, or by the same factor; one of whole numbers, a buffer too, that grows by rows
+    has in parts what it has of them together."""
 
     def __init__(self, model: nn.Module, microbatches: int, frozen: bool) -> None:
         """frozen: whether parameters that are not trained lie still, so that they count too."""
         self._model, self._microbatches, self._frozen = model, microbatches, frozen
-        self._before: dict[str, tuple[Tensor, int]] = {}
+        self._before: dict[str, tuple[Tensor, int, Tensor | None]] = {}
         self._moved: set[str] | None = None  # in the first step: some are only made in it
         self._counts: dict[str, float] = {}
         self._paces: dict[str, tuple[float, float]] = {}
 
     def begin(self) -> None:
         """A step begins."""
-        self._before = {name: (b, changes(b)) for name, b in self._others()}
+        self._before = {name: (b, changes(b), _whole(b)) for name, b in self._others()}
         self._counts = dict(self._numbers())
 
-    def ended(self, world: World) -> None:
-        """It has ended. OutsizeError where a plain loop has other buffers now."""
+    def ended(self, world: World, rows: int) -> None:
+        """One of so many rows has ended. OutsizeError where a plain loop has other buffers now."""
         now = dict(self._others())
-        moved = {n for n, b in now.items() if not _still(b, *self._before.get(n, (None, 0)))}
-        again = moved & (self._moved or set()) | self._counted()
+        began = {name: self._before.get(name, (None, 0, None)) for name in now}
+        moved = {n for n, b in now.items() if not _still(b, *began[n][:2])}
+        by_rows = {n for n in moved if self._counts_rows(_whole(now[n]), began[n][2], rows)}
+        again = moved & (self._moved or set()) - by_rows | self._counted(rows)
         if self._microbatches > 1 and again:
             raise OutsizeError(
                 f"{min(again)!r} is changed by the forward, once a microbatch, and"
                 f" microbatches is {self._microbatches}: a plain loop has other numbers since the"
                 " first step; use microbatches=1, or change it between steps"
             )
-        if self._moved is None and now and (rows := along(world, "data")).size > 1:
-            self._refuse_unlike(now, rows)
+        if self._moved is None and now and (workers := along(world, "data")).size > 1:
+            self._refuse_unlike(now, by_rows, workers)
         self._moved = moved if self._moved is None else self._moved
 
-    def _counted(self) -> set[str]:
-        """Counters that this step and the one before have moved alike."""
+    def _counts_rows(
+        self, now: float | Tensor | None, before: float | Tensor | None, rows: int
+    ) -> bool:
+        """Whether a whole number has grown by rows, and not by calls."""
+        if now is None or before is None or isinstance(now, float) or rows <= self._microbatches:
+            return False
+        grown = int(now) - int(before)
+        return grown > 0 and grown % rows == 0
+
+    def _counted(self, rows: int) -> set[str]:
+        """Counters, but of rows, that this step and the one before have moved alike."""
         before, paces = self._counts, self._paces
         now = {name: value for name, value in self._numbers() if before.get(name, value) != value}
         self._paces = {
@@ -146,6 +158,7 @@ class Moving:
             name
             for name, pace in self._paces.items()
             if any(isclose(a, b) for a, b in zip(pace, paces.get(name, ()), strict=False))
+            and not self._counts_rows(now[name], before[name], rows)
         }
 
     def _numbers(self) -> Iterator[tuple[str, float]]:
@@ -155,12 +168,14 @@ class Moving:
                 if type(value) in (int, float) and value - value == 0:
                     yield f"{path}.{name}" if path else name, value
 
-    def _refuse_unlike(self, now: dict[str, Tensor], rows: Collective) -> None:
+    def _refuse_unlike(
+        self, now: dict[str, Tensor], by_rows: set[str], workers: Collective
+    ) -> None:
         sums = torch.stack([b.detach().double().nan_to_num().sum() for b in now.values()])
-        both = rows.all_reduce(torch.cat((sums, -sums)), "max")
+        both = workers.all_reduce(torch.cat((sums, -sums)), "max")
         largest, smallest = both[: len(sums)], -both[len(sums) :]
         for name, most, least in zip(now, largest.tolist(), smallest.tolist(), strict=True):
-            if most != least:
+            if most != least or name in by_rows:
                 raise OutsizeError(
                     f"buffer {name!r} is changed by the forward, by other rows on each worker of"
                     " the data axis, and a plain loop has one of all rows; use one worker, or"
@@ -179,6 +194,12 @@ class Moving:
                 for name, buffer in buffers_here(module).items():
                     if buffer is not None and not buffer.is_complex():
                         yield f"{path}.{name}" if path else name, buffer
+
+
+def _whole(buffer: Tensor) -> Tensor | None:
+    """The sum of whole numbers; None of others."""
+    fraction = buffer.is_floating_point() or buffer.dtype == torch.bool
+    return None if fraction else buffer.detach().sum()
 
 
 def _still(now: Tensor, before: Tensor | None, version: int) -> bool:

@@ -144,7 +144,7 @@ class Prepared:
             loss = self._stepped(batch, lr)
         self._buffers.ended()
         if parts:
-            self._moving.ended(self.preparing.world)
+            self._moving.ended(self.preparing.world, rows_in(batch))
         return loss
 
     def _stepped(self, batch: Any, lr: float | None) -> Tensor:
