@@ -180,7 +180,7 @@ def test_a_host_updates_beside_the_device_where_its_memory_is_known() -> None:
 @pytest.mark.parametrize(
     ("at", "most"),
     [(Resting("host", "host", "host"), 1.3),
-     (Resting("", "host", "", "host", host=3, over=2), 2.1)],  # a stage is one part, on the host
+     (Resting("", "host", "", "host", host=3, over=2), 2.4)],  # a stage is one part, on the host
     ids=["activations below", "updates on the host"],
 )  # fmt: skip
 def test_a_plan_with_tiers_is_rehearsed_on_what_is_described(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from outsize import accelerator
 from outsize.data import IGNORE, Batch
+from outsize.kernels.product import elsewhere
 from outsize.memory import format_bytes, meter
 from outsize.memory.tiers import TierSpec
 from outsize.models.build import shells
@@ -82,7 +83,8 @@ def trained(
 
         def step(number: int) -> float:
             ids = work.ids(number)
-            return float(job.step(Batch(ids, targets_of(ids), bounds)))
+            with elsewhere():  # a dry run multiplies as the device does that is foretold
+                return float(job.step(Batch(ids, targets_of(ids), bounds)))
 
         seconds, losses = place.times(step, work.warm + work.steps)
         peak = place.peak() if place.apart else job.report.trace.peak()

@@ -4,6 +4,7 @@ wrapper that sums gradients, and what would see parts of a batch where a plain l
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import isclose
@@ -112,6 +113,7 @@ class Moving:
         self._model, self._microbatches, self._frozen = model, microbatches, frozen
         self._before: dict[str, tuple[Tensor, int, Tensor | None]] = {}
         self._moved: set[str] | None = None  # in the first step: some are only made in it
+        self._told: set[str] = set()
         self._counts: dict[str, float] = {}
         self._paces: dict[str, tuple[float, float]] = {}
 
@@ -121,21 +123,29 @@ class Moving:
         self._counts = dict(self._numbers())
 
     def ended(self, world: World, rows: int) -> None:
-        """One of so many rows has ended. OutsizeError where a plain loop has other buffers now."""
+        """One of so many rows has ended. OutsizeError where a plain loop has other counters now, or
+        other buffers on other workers; a warning, once for each buffer, where it may have."""
         now = dict(self._others())
         began = {name: self._before.get(name, (None, 0, None)) for name in now}
         moved = {n for n, b in now.items() if not _still(b, *began[n][:2])}
         by_rows = {n for n in moved if self._counts_rows(_whole(now[n]), began[n][2], rows)}
-        again = moved & (self._moved or set()) - by_rows | self._counted(rows)
+        again = moved & (self._moved or set()) - by_rows - self._told
+        if self._microbatches > 1 and (counted := self._counted(rows)):
+            raise OutsizeError(self._in_parts(min(counted)))
         if self._microbatches > 1 and again:
-            raise OutsizeError(
-                f"{min(again)!r} is changed by the forward, once a microbatch, and"
-                f" microbatches is {self._microbatches}: a plain loop has other numbers since the"
-                " first step; use microbatches=1, or change it between steps"
-            )
+            # A table of which each microbatch writes its own rows is what it is by a plain loop.
+            self._told |= again
+            warnings.warn(self._in_parts(min(again)), stacklevel=4)
         if self._moved is None and now and (workers := along(world, "data")).size > 1:
             self._refuse_unlike(now, by_rows, workers)
         self._moved = moved if self._moved is None else self._moved
+
+    def _in_parts(self, name: str) -> str:
+        return (
+            f"{name!r} is changed by the forward, once a microbatch, and microbatches is"
+            f" {self._microbatches}: unless each row has its own place in it, a plain loop has"
+            " other numbers since the first step; use microbatches=1, or change it between steps"
+        )
 
     def _counts_rows(
         self, now: float | Tensor | None, before: float | Tensor | None, rows: int
