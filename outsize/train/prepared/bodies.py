@@ -119,7 +119,10 @@ class Moving:
 
     def begin(self) -> None:
         """A step begins."""
-        self._before = {name: (b, changes(b), _whole(b)) for name, b in self._others()}
+        self._before = {
+            name: (b, changes(b), _whole(b) if self._moved is None or name in self._moved else None)
+            for name, b in self._others()
+        }
         self._counts = dict(self._numbers())
 
     def ended(self, world: World, rows: int) -> None:
@@ -207,9 +210,9 @@ class Moving:
 
 
 def _whole(buffer: Tensor) -> Tensor | None:
-    """The sum of whole numbers; None of others."""
-    fraction = buffer.is_floating_point() or buffer.dtype == torch.bool
-    return None if fraction else buffer.detach().sum()
+    """The sum of whole numbers; None of others, and of a parameter's: codes count nothing."""
+    other = buffer.is_floating_point() or buffer.dtype == torch.bool
+    return None if other or isinstance(buffer, nn.Parameter) else buffer.detach().sum()
 
 
 def _still(now: Tensor, before: Tensor | None, version: int) -> bool:
