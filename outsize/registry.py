@@ -2,7 +2,8 @@
 
 A joint of the system (optimizers, mesh axes, mixers, adapters, ...) is a Registry; a technique's
 file adds to as many as it needs when it is imported. Who looks a name up need not import anything:
-the first look-up imports every technique.
+a look-up imports the file of that name, where a registry's names have a folder of files, or else
+every technique.
 
 A technique's settings are a frozen dataclass whose fields are made by `setting`. They are keys of a
 run's file under the technique's own name, are listed by `outsize keys`, and are checked there.
@@ -27,6 +28,7 @@ from outsize.errors import OutsizeError, nearest
 T = TypeVar("T")
 Clash = tuple[str, Callable[[Any], bool]]  # what a plan may have, and whether it has
 _TECHNIQUES = "outsize.techniques"
+_EVERY = "outsize.every_technique"  # imports them all
 
 
 def filed(folder: str) -> frozenset[str]:
@@ -36,14 +38,15 @@ def filed(folder: str) -> frozenset[str]:
 
 
 class Registry(Generic[T]):
-    """Names and what they stand for. what: the thing in a word, for errors ("optimizer").
+    """Names and what they stand for. what: the thing in a word, for errors ("optimizer"). folder:
+    where a name's own file registers it; "" where files have other names, or there are several.
     strangers: modules of others that have added to any, which are no part of this package's source.
     """
 
     strangers: ClassVar[set[str]] = set()
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, what: str, folder: str = "") -> None:
+        self.what, self._folder = what, folder
         self._entries: dict[str, T] = {}
 
     def add(self, name: str, value: T) -> T:
@@ -58,14 +61,15 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> T:
         """The value of a name. OutsizeError with the nearest name for one that is not known."""
-        if name not in self._entries:
-            self._load()
-        if name not in self._entries:
+        if self.find(name) is None:
             raise OutsizeError(f"{self.what} {name!r} is not known{nearest(name, self.names())}")
         return self._entries[name]
 
     def find(self, name: str) -> T | None:
         """The value of a name, None where there is none."""
+        own = name.replace("-", "_")
+        if name not in self._entries and self._folder and own in filed(self._folder):
+            importlib.import_module(f"{_TECHNIQUES}.{self._folder}.{own}")
         if name not in self._entries:
             self._load()
         return self._entries.get(name)
@@ -81,7 +85,7 @@ class Registry(Generic[T]):
 
     @staticmethod
     def _load() -> None:
-        importlib.import_module(_TECHNIQUES)
+        importlib.import_module(_EVERY)
 
 
 @dataclass(frozen=True)

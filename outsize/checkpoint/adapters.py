@@ -68,7 +68,7 @@ def load(
     directories of some, and what each counts; the weights take up what they change. OutsizeError
     as of outsize.checkpoint.hub.load, and for an adapter whose tensors are another's."""
     directory, config = Path(path), config or read_config(path)
-    if adapters or config.adapter is not None or config.coding is not None:  # computed on shapes
+    if adapters or config.adapter is not None:  # computed on shapes
         meta_kernels()
     if adapters:
         from outsize.checkpoint.combining import combine

@@ -43,7 +43,7 @@ class Command(click.Command):
             raise OutsizeError(text) from error
 
 
-_COMPUTED = ("adapters", "weights", "memory", "mesh", "workers")  # on shapes, some of their forms
+_COMPUTED = ("adapters", "memory", "mesh", "workers")  # on shapes, some of their forms
 
 
 class Light(Command):

@@ -6,6 +6,7 @@ N blocks of B bytes, G codes of a group.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -78,6 +79,23 @@ def decoded(laid: Laid, dtype: torch.dtype = torch.float32) -> Tensor:
         )
         return y
     return plain(blocks_NB, _apart(laid), table, order, head).to(dtype)
+
+
+def encoded(groups_NG: Tensor, order: Order, plain: Callable[[Tensor], Tensor]) -> Tensor:
+    """Blocks (N, 2 + bytes of codes) of numbers as even steps, behind a scale in bfloat16: in one
+    pass on this thread, or by `plain`, its twin, where somebody looks at operators and where no
+    pass reads such numbers. order: "bytes" or "halves"."""
+    own = groups_NG.dtype == torch.float32 and not groups_NG.requires_grad
+    seen = not (own and groups_NG.is_contiguous() and native.bare(groups_NG))
+    if seen or not native.lies(groups_NG):
+        return plain(groups_NG)
+    count, group = groups_NG.shape
+    size = 2 + (group if order == "bytes" else group // 2)
+    blocks_NB = torch.empty(count, size, dtype=torch.uint8, device=groups_NG.device)
+    native.loaded().outsize_encode(
+        _ORDERS[order], groups_NG.data_ptr(), count, group, blocks_NB.data_ptr()
+    )
+    return blocks_NB
 
 
 def farthest(groups_NG: Tensor) -> Tensor:

@@ -89,6 +89,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "sparse_unpack": (_N, (_I, _P, _P, _P, _N, _N, _N, _P, _I)),
     "blockwise_adam": (None, (_I, _I, *[_P] * 6, _N, _N, *[_P] * 3, _I, _I, _P, _I)),
     "decode": (None, (_I, _P, _P, _I)),
+    "encode": (None, (_I, _P, _N, _N, _P)),
     "normal": (None, (_I, _P, _N, _N, _P, c_double, _P, _I)),
     "rows_product": (None, (_I, *[_P] * 3, _N, _I, _I)),
     "heads_product": (None, (_I, _I, _P, _P, _N, _P, *[_N] * 4, _I)),

@@ -106,7 +106,7 @@ class Format(Protocol):
 
 
 # By name, what makes a format for groups of a size; None: its own.
-FORMATS: Registry[Callable[[int | None], Format]] = Registry("format of weights")
+FORMATS: Registry[Callable[[int | None], Format]] = Registry("format of weights", "quant")
 
 
 def format_of(name: str, source: str = KEY) -> Format:

@@ -53,8 +53,10 @@ def test_generate_imports_under_half_of_the_modules_that_it_did(directory) -> No
 
 
 def test_kernels_without_memory_come_when_fake_tensors_ask(directory) -> None:
-    """A command that plans nothing leaves them out; PyTorch's own fake tensors find them."""
+    """A command that plans nothing leaves them out, whatever weights become, and all techniques but
+    the format's; PyTorch's own fake tensors find them."""
     words = ["generate", str(directory), "--prompt", "a", "--max-tokens", "1"]
+    words += ["--weights", "int4:16"]
     code = f"""
 from outsize.cli.main import main
 main({[*words, "--tokenizer", "bytes"]!r}, standalone_mode=False)
@@ -68,7 +70,8 @@ assert torch._meta_registrations.meta_index_Tensor
 """
     found = imported(code)
     assert "torch._decomp" in found
-    assert not any(name.startswith("outsize.techniques") for name in found)
+    techniques = {name for name in found if name.startswith("outsize.techniques.")}
+    assert techniques == {f"outsize.techniques.quant{name}" for name in ("", ".int4")}
 
 
 def test_config_tokenizer_and_prompt_are_read_once(directory, monkeypatch) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outsize.kernels.codes import Laid, farthest
+from outsize.kernels.codes import Laid, encoded, farthest
 from outsize.models.coding import (
     FORMATS,
     Blocks,
@@ -27,6 +27,10 @@ ZERO = 8  # the code of 0
 
 
 def pack(groups_NG: Tensor) -> Tensor:
+    return encoded(groups_NG, "halves", plainly)
+
+
+def plainly(groups_NG: Tensor) -> Tensor:
     largest = farthest(groups_NG)
     scale_N2 = raw(largest / -ZERO, torch.bfloat16)
     codes_NG = over(groups_NG, scales(scale_N2)).add_(ZERO).round_().clamp_(0, 15)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outsize.kernels.codes import Laid
+from outsize.kernels.codes import Laid, encoded
 from outsize.models.coding import FORMATS, Blocks, groups_of, numbers, over, raw, spelled
 
 NAME, GROUP, GROUPS = "int8", 64, (16, 32, 64, 128, 256)
@@ -17,6 +17,10 @@ _MOST = 127
 
 
 def pack(groups_NG: Tensor) -> Tensor:
+    return encoded(groups_NG, "bytes", plainly)
+
+
+def plainly(groups_NG: Tensor) -> Tensor:
     scale_N2 = raw(groups_NG.abs().amax(-1, keepdim=True) / _MOST, torch.bfloat16)
     codes_NG = over(groups_NG, scales(scale_N2)).round_().clamp_(-_MOST, _MOST)
     return torch.cat((scale_N2, codes_NG.to(torch.int8).view(torch.uint8)), -1)

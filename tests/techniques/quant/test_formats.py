@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from outsize.errors import OutsizeError
-from outsize.kernels import codes
+from outsize.kernels import codes, native
 from outsize.kernels.coded import linear
 from outsize.models.coding import FORMATS, Grid, decoded, encoded, format_of, over
-from outsize.techniques.quant import nf4
+from outsize.techniques.quant import int4, int8, nf4
 
 SIZES = {
     "int8": 66 / 64, "int4": 34 / 64, "q8_0": 34 / 32, "q4_0": 18 / 32, "q4_k": 144 / 256,
@@ -69,6 +69,28 @@ def test_what_is_farthest_from_zero_is_the_first_of_several_and_scales_of_zero_g
     assert codes.farthest(groups).isnan().flatten().tolist() == [False, True, *4 * [False]]
     quotient = over(torch.tensor([[2.0, -1], [3, -4]]), torch.tensor([[0.0], [2]]))
     assert quotient.tolist() == [[0, 0], [1.5, -2]]
+
+
+@pytest.mark.parametrize("made", [int4, int8])
+@pytest.mark.parametrize("group", [16, 64, 256])
+def test_the_native_pass_makes_the_blocks_of_its_twin(made, group, monkeypatch):
+    """Zeros of either sign, ties, halves of a step, numbers that scales below the least lose."""
+    if native.library() is None:
+        pytest.skip("no compiler")
+    x = torch.randn(64, group, generator=torch.Generator().manual_seed(0))
+    x *= torch.logspace(-45, 37, 64)[:, None]
+    x[0], x[1], x[2, 3] = 0.0, -0.0, 0.0
+    x[3] = torch.linspace(-8, 8, group).mul(2).round().div(2)  # both ends are as far
+    x[4], x[5, 5:7] = -x[3], torch.tensor([9.0, -9.0])
+    x[6] = torch.linspace(-127, 127, group).mul(2).round().div(2)
+    wanted = made.plainly(x)
+    monkeypatch.setattr(codes, "farthest", None)
+    monkeypatch.setattr(made, "plainly", None)  # is asked for nothing
+    assert torch.equal(made.pack(x), wanted)
+    for bad in (math.nan, math.inf, -math.inf):
+        x[7, 2] = bad
+        with pytest.raises(OutsizeError, match="scales are not finite"):
+            encoded(format_of(f"{made.NAME}:{group}"), x, "a weight")
 
 
 @pytest.mark.parametrize("name", ["nf4", "int4:32", "q4_k"])
