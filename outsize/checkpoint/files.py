@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -79,6 +80,12 @@ class Header:
     metadata: Mapping[str, str]
     bytes: int
     crc32: int
+
+    @cached_property
+    def large(self) -> bool:
+        """Whether it is so much of the memory that what was read is to leave the page cache: asked
+        once for all its tensors."""
+        return self.bytes > SMALL and self.bytes > LARGE * host.memory().total
 
 
 def read_header(path: Path) -> Header:
@@ -249,7 +256,6 @@ def _check_spans(path: Path, entries: list[Entry], base: int, size: int) -> None
 def _read_into(out: Tensor, header: Header, entry: Entry) -> int:
     """Fill `out` from the entry's bytes and return their CRC-32."""
     at, value = entry.start, 0
-    large = header.bytes > SMALL and header.bytes > LARGE * host.memory().total
     fd = os.open(header.path, os.O_RDONLY)
     try:
         for piece in pieces(out):
@@ -259,7 +265,7 @@ def _read_into(out: Tensor, header: Header, entry: Entry) -> int:
             read_all(fd, view, at, header.path, entry.name)
             value = crc32(view, value)
             at += len(view)
-            if large:  # and what was read ahead of another tensor, far behind
+            if header.large:  # and what was read ahead of another tensor, far behind
                 os.posix_fadvise(fd, 0, at, os.POSIX_FADV_DONTNEED)
                 os.posix_fadvise(fd, at + AHEAD, 0, os.POSIX_FADV_DONTNEED)
             if not direct:

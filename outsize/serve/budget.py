@@ -117,6 +117,16 @@ class Outlook:
         """Seconds, in every step."""
         return self.layout.read / self.read_rate
 
+    def staying(self) -> tuple[str, ...]:
+        """What is read in every step, in a line."""
+        if not self.layout.read:
+            return ()
+        return (
+            f"of {format_bytes(self.weights)} of weights {format_bytes(self.layout.read)} stay in"
+            " their files and are read in each step, whatever it feeds, at"
+            f" {format_bytes(self.read_rate)}/s",
+        )
+
     def __str__(self) -> str:
         kept, read, needs = self.layout.kept, format_bytes(self.layout.read), self.share.needs
         where = f" on a worker of {self.mesh}" if self.mesh else ""

@@ -20,6 +20,7 @@ from outsize.simulate.kept import kept
 from outsize.simulate.tokens import HOST, Pace, resident, timed
 
 _COUNTS = (1, 4, 16, 64, 256, 1024)  # tokens of a step that are timed
+_WIDE = 256  # tokens from which on what is computed tells, not what is read: a few blocks say all
 _LONG = 0.1  # seconds of one timing, beyond which no larger one follows
 _DEEP = 1024  # cached tokens that are visited, at most
 _VISITING = 8  # tokens that visit them
@@ -70,6 +71,7 @@ def probed(
     with rows.alone():
         fed = list[tuple[int, float]]()
         for count in [n for n in _COUNTS if n <= budget]:
+            blocks = few if count >= _WIDE else blocks
             spent = _through(model, blocks, 0, count, run)
             fed.append((count, spent.whole(model, range(1, last))))
             if spent.seconds > _LONG:

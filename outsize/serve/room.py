@@ -6,6 +6,7 @@ import math
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard, cast
 from zlib import crc32
 
 from outsize.collectives import Lone, Mesh, World
@@ -29,17 +30,19 @@ from outsize.models.seams import StateSpec
 from outsize.runtime.session import Session
 from outsize.serve.asks import Room
 from outsize.serve.below import Below, settled
-from outsize.serve.budget import Budget
 from outsize.serve.drafts import MOST
-from outsize.serve.files import InFiles
 from outsize.serve.lying import notes_on, page_of, refuse
-from outsize.serve.meshed import OnMesh
 from outsize.serve.model import Model
 from outsize.serve.price import Curve, Price
 from outsize.serve.probed import priced, probed
 from outsize.serve.slo import NONE, Slo, unkept
 from outsize.serve.steps import message
 from outsize.simulate.tokens import LEAST_SLICE, Held, Needs, needs, resident
+
+if TYPE_CHECKING:
+    from outsize.serve.budget import Budget
+    from outsize.serve.files import InFiles
+    from outsize.serve.meshed import OnMesh
 
 CONTEXT = 8192  # tokens of a request where nothing is said and the model has as many positions
 PROMPT = 512  # tokens whose time to the first new one is foretold
@@ -161,8 +164,7 @@ class Sizes:
 def served(model: Model, wanted: Wanted, tell: Callable[[str], object] = str) -> Served:
     """All workers of a mesh ask. tell: is told in a line what fails later. OutsizeError where the
     memory of one is too small, with what is missing."""
-    home = model.home
-    assert home is None or isinstance(home, InFiles | OnMesh)
+    home = cast("InFiles | OnMesh | None", model.home)
     held, world = (resident(model), Lone()) if home is None else (home.held, home.world)
     context = context_of(model, wanted.context)
     budget, dtype = min(wanted.budget, context), held.dtypes["prologue.tokens.weight"]
@@ -182,7 +184,8 @@ def served(model: Model, wanted: Wanted, tell: Callable[[str], object] = str) ->
         notes = notes if alone is None else (*notes, alone)
     else:
         weights = home.weights
-        notes = (*notes, *(_staying(home) if isinstance(home, InFiles) else ()))
+        outlook = home.outlook if _in_files(home) else None
+        notes = (*notes, *(() if outlook is None else outlook.staying()))
     shares = [
         (int(w), int(c), int(x)) for w, c, x in told(world, (weights, found.cache, found.work))
     ]
@@ -197,11 +200,15 @@ def served(model: Model, wanted: Wanted, tell: Callable[[str], object] = str) ->
     return Served(room, session, weights, found.cache, found.work, notes, mesh, stages, below)
 
 
+def _in_files(home: InFiles | OnMesh | None) -> TypeGuard[InFiles]:
+    return home is not None and home.what == "memory"
+
+
 def _price(model: Model, home: InFiles | OnMesh | None, budget: int, context: int) -> Price:
     """Of steps, by timing some. On several workers, who all ask, cached tokens take no time."""
     if home is None:
         return priced(model, budget, context)
-    if isinstance(home, InFiles) and home.world.mesh.size == 1:
+    if _in_files(home) and home.world.mesh.size == 1:
         assert home.outlook is not None, "it is ready"
         return probed(model, home.outlook.layout.filled, budget, context, home.outlook.reading)
     some = min(LEAST_SLICE, budget)
@@ -253,7 +260,7 @@ def sizes_of(
 
 def _pages(home: InFiles | OnMesh | None, world: World, sizes: Sizes, context: int) -> int:
     """As many as the worker with least room for them has, and all requests may fill."""
-    if isinstance(home, InFiles):
+    if _in_files(home):
         return int(min(told(world, (beside(home.budget, sizes),)))[0])
     machines = _machines(world)
     near = machines.count(machines[world.rank])
@@ -318,18 +325,6 @@ def context_of(model: Decoder, said: int | None) -> int:
     if most is not None and said > most:
         raise OutsizeError(f"--context {said:,}; this model has {most:,} positions")
     return said
-
-
-def _staying(home: InFiles) -> tuple[str, ...]:
-    """What is read in every step."""
-    assert home.outlook is not None, "it is ready"
-    layout, rate = home.outlook.layout, home.outlook.read_rate
-    if not layout.read:
-        return ()
-    return (
-        f"of {format_bytes(home.outlook.weights)} of weights {format_bytes(layout.read)} stay in"
-        f" their files and are read in each step, whatever it feeds, at {format_bytes(rate)}/s",
-    )
 
 
 def on_mesh(mesh: Mesh, room: Room, machines: Sequence[float]) -> tuple[str, ...]:

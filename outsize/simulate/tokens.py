@@ -13,14 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from operator import sub
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from outsize import accelerator
 from outsize.collectives import Mesh, along
-from outsize.collectives.pretend import PretendWorld
 from outsize.decode.generate import Request
 from outsize.decode.paged import PAGE, PagedCache, PagedPast, Part, pages_of, state_bytes
 from outsize.decode.samplers import Sampler, Sampling, drawn
@@ -30,12 +29,13 @@ from outsize.models.build import materialise, segments
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder, typed
 from outsize.models.linear import Embedding
-from outsize.parallel.tensor.beside import Prompts, beside_of, prompts_of
-from outsize.parallel.tensor.decoder import split
 from outsize.plan.settings import NONE, Settings
 from outsize.runtime.session import Session
 from outsize.schedule import Kind
 from outsize.simulate.kept import kept
+
+if TYPE_CHECKING:
+    from outsize.parallel.tensor.beside import Prompts
 
 LEAST_SLICE = 64  # prompt tokens fed at once: fewer would save little and read the weights often
 OTHERWISE = 64  # bytes an element of a vocabulary, where a sampler of the user's own draws from it
@@ -271,6 +271,9 @@ def _faked(held: Held) -> Iterator[tuple[Decoder, Prompts | None, list[list[int]
     """A model without bytes that has one of this worker's layers of each kind, how its prompts take
     their sums, if not at once, and which layers of each kind are here; in a world that has the
     tensor axis alone."""
+    from outsize.collectives.pretend import PretendWorld
+    from outsize.parallel.tensor.beside import beside_of, prompts_of
+    from outsize.parallel.tensor.decoder import split
     from outsize.simulate.fake import FakeMode
 
     config, kinds = held.config, dict[object, list[int]]()

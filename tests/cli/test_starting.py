@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import outsize
-from outsize.checkpoint import hub
+from outsize.checkpoint import files, hub
 from outsize.cli.main import main
 from outsize.data import tokenizer as tokenizers
 from outsize.models.build import build
@@ -67,11 +67,23 @@ with FakeTensorMode():
     assert torch.nn.functional.embedding(torch.ones(3).long(), torch.ones(4, 5)).shape == (3, 5)
 assert torch.ones(2, device="meta").relu().shape == (2,)
 assert torch._meta_registrations.meta_index_Tensor
+import outsize.serve.engine, outsize.serve.room
 """
     found = imported(code)
     assert "torch._decomp" in found
     techniques = {name for name in found if name.startswith("outsize.techniques.")}
     assert techniques == {f"outsize.techniques.quant{name}" for name in ("", ".int4")}
+    several = {"collectives.joined", "launch.local", "parallel.tensor", "serve.meshed"}
+    streamed = {"runtime.tokens", "schedule.pipelines", "serve.files"}
+    assert not {f"outsize.{name}" for name in several | streamed} & found  # one, all in memory
+
+
+def test_memory_is_asked_for_once_for_all_tensors_of_a_file(directory, monkeypatch) -> None:
+    asked, own = list[None](), files.host.memory
+    monkeypatch.setattr(files, "SMALL", 0)
+    monkeypatch.setattr(files.host, "memory", lambda: asked.append(None) or own())
+    outsize.load(directory)
+    assert len(asked) == 1
 
 
 def test_config_tokenizer_and_prompt_are_read_once(directory, monkeypatch) -> None:

@@ -15,6 +15,7 @@ from outsize.serve import probed as probing
 from outsize.serve.http import listening
 from outsize.serve.probed import priced
 from outsize.simulate import kept as keeping
+from outsize.simulate import tokens
 
 MODEL = {
     "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
@@ -48,6 +49,17 @@ def test_a_second_start_looks_at_few_steps_and_believes_the_first(machine) -> No
     whole, machine.timed, machine.seconds = machine.timed, 0, 1.2
     assert priced(model, 64, 128) == first
     assert 0 < machine.timed == 2 * len(model.blocks) < whole
+
+
+def test_many_tokens_go_through_a_few_blocks(machine, monkeypatch) -> None:
+    """Half of what a first start times was 256 tokens through all."""
+    monkeypatch.setattr(tokens, "TIMED", 1)
+    model, asked = build(parse(MODEL), 0), list[int]()
+    for budget in (64, 256):
+        machine.timed = 0
+        probing.probed(model, range(len(model.blocks) + 2), budget, 512)
+        asked.append(machine.timed)
+    assert len(model.blocks) > 1 and asked[1] == asked[0] + 1
 
 
 @pytest.mark.parametrize("seconds", [0.7, 1.4])
