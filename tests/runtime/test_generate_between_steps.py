@@ -68,19 +68,27 @@ PLANS = {
     ),
     "pipeline, from a disk": plan_on(PIPE, PARAMETERS, pipeline=F1B1),
     "there and back": plan_on(PIPE, pipeline=Pipelined("zb-v")),
-    "two pipelines, zero 3": plan_on(BOTH, {"optimizer": "disk"}, shards=zero(3, 2), pipeline=F1B1),
+    "two pipelines, shares on a disk": plan_on(
+        BOTH,
+        {**PARAMETERS, "gradients": "disk", "optimizer": "disk"},
+        shards=zero(3, 2),
+        pipeline=F1B1,
+    ),
     "cut vocabulary": plan_on(
         PIPE, {"optimizer": "host"}, pipeline=Pipelined("1f1b", vocabulary=1)
     ),
-    "tensor, pipeline": plan_on(Mesh(tensor=2, pipeline=2), sequence_parallel=True, pipeline=F1B1),
+    "tensor, there and back": plan_on(
+        Mesh(tensor=2, pipeline=2), sequence_parallel=True, pipeline=Pipelined("zb-v")
+    ),
     "context": plan_on(Mesh(context=2)),
     "blocks by rows": plan_on(Mesh(tensor=2), sequence_parallel=True, blocks_by_rows=2),
 }
 # Of the others "llama, untied".
 FIRST = "llama, untied"
-FAMILIES = {"two pipelines, zero 3": "mixtral", "one worker": "gemma2"}
-# The others: test_prepared_jobs, and shares of parameters in two more.
-BETWEEN = [n for n in PLANS if n not in ("all states on a disk", "zero 3")]
+FAMILIES = {"two pipelines, shares on a disk": "mixtral", "one worker": "gemma2"}
+# The others: test_prepared_jobs, shares of parameters in one more, and a V beside a tensor axis.
+ELSEWHERE = ("all states on a disk", "zero 3", "zero 3, shares on a disk", "there and back")
+BETWEEN = [n for n in PLANS if n not in ELSEWHERE]
 
 
 def trained(plan: Plan, family: str, asks: bool) -> list[Any]:
@@ -217,14 +225,16 @@ def others(family: str, job_of: Callable[[dict[str, Any]], Job]) -> None:
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("name", [name for name in PLANS if "from" in name or "zero" in name])
+@pytest.mark.parametrize(
+    "name", [name for name in PLANS if "from" in name or "zero" in name or "shares" in name]
+)
 def test_what_a_pool_does_not_hold_is_brought_in_every_step(name: str) -> None:
     """Else those plans would show nothing: the token's list has the moves of an evaluation's."""
     program = programs(PLANS[name], Kind.DECODE)
     for schedule in program.lists:
         moves = {a.kind for a in schedule.workers[0] if a.state is State.PARAMETERS}
         first = schedule.role is not None and 0 in schedule.role.holds  # its stages fit
-        wanted = {Kind.GATHER} if "zero" in name else {Kind.FETCH}
+        wanted = {Kind.GATHER} if "from" not in name else {Kind.FETCH}
         wanted |= {Kind.FETCH} if "shares" in name else set()  # each its own, ahead of the others'
         assert moves == wanted or (first and not moves)
 
@@ -251,7 +261,7 @@ PIPED = {
     "1f1b": plan_on(PIPE, pipeline=F1B1),
     "there and back": PLANS["there and back"],
     "three stages, copies": plan_on(Mesh(data=2, pipeline=3), pipeline=F1B1),
-    "tensor": PLANS["tensor, pipeline"],
+    "tensor": plan_on(Mesh(tensor=2, pipeline=2), sequence_parallel=True, pipeline=F1B1),
 }
 
 
