@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from pathlib import Path
@@ -101,8 +102,9 @@ def _least(path: Path, **options: Any) -> int:
     return int(str(error.value).split(": give ")[1].split(" bytes")[0].replace(",", ""))
 
 
-@pytest.mark.parametrize("named", MORE)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("named", "dtype"), zip(MORE, itertools.cycle([torch.float32, torch.bfloat16]), strict=False)
+)
 def test_tokens_and_logits_are_those_of_the_resident_model(
     tmp_path: Path, named: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,17 +30,24 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=MODELS.values(), ids=MODELS)
+@pytest.fixture
 def path(request: pytest.FixtureRequest, tiny_config: dict[str, Any], tmp_path: Path) -> Path:
     config = {
         **tiny_config, "vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 4,
-        "max_position_embeddings": 512, **request.param,
+        "max_position_embeddings": 512, **MODELS[request.param],
     }  # fmt: skip
     outsize.save(build(parse(config), seed=1, dtype=torch.float32), tmp_path / "hf")
     return tmp_path / "hf"
 
 
-@pytest.mark.parametrize(("prompt", "sampling"), [(3, DRAWN), (200, Sampling())])
+@pytest.mark.parametrize(
+    ("path", "prompt", "sampling"),
+    [
+        ("llama", 3, DRAWN), ("llama", 200, Sampling()), ("a wide vocabulary", 200, DRAWN),
+        ("grouped heads, tied", 3, Sampling()), ("ladder", 200, DRAWN),
+    ],
+    indirect=["path"],
+)  # fmt: skip
 def test_in_memory_and_from_files(path: Path, prompt: int, sampling: Sampling) -> None:
     request = Request((0,) * prompt, 6, sampling)
     with outsize.load(path) as model:
@@ -69,7 +76,7 @@ def test_latents_are_cached_and_not_what_comes_of_them(tmp_path: Path) -> None:
     assert held["peak"] == [predicted]
 
 
-@pytest.fixture(params=["pipeline=2", "tensor=2", "pipeline=2,tensor=2"], scope="module")
+@pytest.fixture(scope="module")
 def crew(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[WorkerGroup]:
@@ -79,6 +86,15 @@ def crew(
     crew.end()
 
 
+@pytest.mark.parametrize(
+    ("crew", "path"),
+    [
+        ("pipeline=2", "llama"), ("pipeline=2", "a wide vocabulary"), ("tensor=2", "ladder"),
+        ("tensor=2", "grouped heads, tied"), ("pipeline=2,tensor=2", "a wide vocabulary"),
+        ("pipeline=2,tensor=2", "grouped heads, tied"), ("pipeline=2,tensor=2", "ladder"),
+    ],
+    indirect=True,
+)  # fmt: skip
 def test_on_each_worker_of_a_mesh(path: Path, crew: WorkerGroup) -> None:
     """In processes: threads that stand for workers make their sums under one of them."""
     for predicted, found in crew.run(counted_in_halves, path):

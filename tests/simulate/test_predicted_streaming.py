@@ -129,7 +129,7 @@ def test_an_evaluation_of_a_streamed_plan_holds_what_was_predicted(name):
             replace(stage, recompute=here.recompute, spill=())
             for stage, here in zip(plan.stages, AGAIN, strict=True)
         )
-        plan = replace(plan, rows=64, stages=again)
+        plan = replace(plan, rows=24, stages=again)
     request = PlanRequest(
         plan.rows, plan.sequence, Precision.named(named), AdamW(), None,
         documents=(0, plan.sequence), tiers=TIERS,
@@ -197,12 +197,11 @@ def moved_in(plan: Plan, steps: int = 2) -> tuple[int, int]:
 @pytest.mark.parametrize("what", MOVED)
 def test_bytes_moved_are_the_schedules_and_do_not_grow_with_microbatches(what, update):
     found = {}
-    for rows in (1, 2, 4, 16):
+    for rows in (1, 5):
         plan = Plan(5, AGAIN, rows, 1, 20, order="layer", update=update)
         found[rows] = moved_in(resting(plan, **MOVED[what]))
     print(f"\n{what}, {update}: " + ", ".join(f"{n} {sum(v):,}" for n, v in found.items()))
-    for rows in (2, 4, 16):
-        assert sum(found[rows]) <= 1.02 * sum(found[1])
+    assert sum(found[5]) <= 1.02 * sum(found[1])
 
 
 def test_optimizer_states_pass_once():

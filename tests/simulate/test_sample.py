@@ -51,7 +51,7 @@ CASES = {
     "parts again": ("gpt2", per_segment(LAYERS + 2, ("mlp",)), True, {}),
     "again": ("llama", AGAIN, True, {}),
     "again, by layer": ("llama, untied", AGAIN, True, {"order": "layer"}),
-    "again, in chunks": ("gemma2", AGAIN, True, {"sequence_chunk": 16, "mlp_tile": 8}),
+    "again, in chunks": ("gemma2", AGAIN, True, {"sequence_chunk": 32, "mlp_tile": 16}),
     "some, others again": ("llama", FEW, False, {}),
     "some, others again, by layer": ("llama", FEW, False, {"order": "layer"}),
 }  # fmt: skip

@@ -157,18 +157,14 @@ def test_initial_values_are_pefts_in_distribution():
         assert not model.get_parameter(name).requires_grad
 
 
-TWO = {"mesh": Mesh(data=2)}
 PLANS = {
-    "alone": {},
     "recompute": {"stages": MIXED, "microbatch_rows": 2},
     "chunks": {
         "stages": (Stage(0, 1), Stage(1, 4, ("block",)), Stage(4, 5)), "sequence_chunk": 6,
         "mlp_tile": 6, "loss_chunk": 7,
     },
     "apart": {"split_backward": True},
-    "data": {**TWO, "shards": Sharding(1, 1, 2)},
-    "parameters cut": {**TWO, "shards": Sharding(2, 2, 2)},
-    "tensor": {"mesh": Mesh(tensor=2)},
+    "parameters cut": {"mesh": Mesh(data=2), "shards": Sharding(2, 2, 2)},
     "tensor, by tokens, overlapped": {
         "mesh": Mesh(tensor=2), "sequence_parallel": True, "overlap": 2,
     },
