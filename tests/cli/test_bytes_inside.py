@@ -14,11 +14,9 @@ from outsize.train.metrics import read_metrics
 
 WIRED = {"ladder": {"ladder_from": 0}, "kraken": {"kraken_ways": 2}}
 WORDS = {
-    "tensor": ("tensor=2", 0),
-    "ladder": ("tensor=2", 2),
+    "ladder": ("tensor=2", 0),
     "kraken": ("tensor=2", 2),
     "tensor, beside the products": ("tensor=2", 4),
-    "context": ("context=2", 0),
     "context, tensor beside the products": ("context=2,tensor=2", 4),
 }
 

@@ -1,5 +1,5 @@
-"""`outsize plan` and `outsize train` with a pipeline: what is predicted, the numbers of one worker,
-going on with other workers, and what is refused."""
+"""`outsize plan` and `outsize train` with a pipeline: what is predicted, orders of a plan's own,
+and what is refused. Going on with other workers: tests/cli/test_vocabulary_pipeline.py."""
 
 from __future__ import annotations
 
@@ -76,34 +76,6 @@ def assert_same(run: Path, other: Path) -> None:
     assert (run / "sample.txt").read_text() == (other / "sample.txt").read_text()
 
 
-def test_a_pipeline_gives_the_numbers_of_one_worker_and_others_go_on(home, invoke):
-    def train(*words: object) -> None:
-        result = invoke("train", *words)
-        assert result.exit_code == 0, result.stderr
-
-    train("run.yaml", *EXACT, *FLAT, "--set", "train.steps=4", "--set", "output=one")
-
-    half = ("--set", "train.steps=2", "--set", "plan.pipeline=zb-h1", "--set", "output=many")
-    train("run.yaml", *EXACT, *FLAT, *half, "--mesh", "pipeline=2,data=2")
-    train("--resume", "many", "--workers", 1, "--set", "train.steps=4")
-    assert_same(home / "many", home / "one")
-
-    train("run.yaml", *EXACT, *FLAT, "--set", "train.steps=2", "--set", "output=alone")
-    train("--resume", "alone", *PIPED, "--set", "train.steps=4")
-    assert_same(home / "alone", home / "one")
-    plan = yaml.safe_load((home / "alone" / "plan.yaml").read_text())
-    assert plan["mesh"]["pipeline"] == 2 and plan["pipeline"]["cuts"] == [2]
-
-    records = read_metrics(home / "alone")
-    (last,) = [r for r in records if "measured_peak_bytes_1" in r]
-    for worker in range(2):
-        peak = last[f"measured_peak_bytes_{worker}"]
-        assert peak <= last[f"predicted_peak_bytes_{worker}"] <= 1.05 * peak
-    assert last["measured_peak_bytes"] <= last["predicted_peak_bytes"]
-    crossed = 4 * 64 * 64 * 8
-    assert [r["workers_bytes_read"] for r in records if r["step"] == 4 and "loss" in r] == [crossed]
-
-
 def test_torchrun_starts_a_pipeline(home, invoke):
     """As on many machines. A run under torchrun itself: tests/accelerator/test_torchrun.py."""
     words = ["run.yaml", "--set", "precision=float64", "--set", "sample.tokens=0"]
@@ -117,6 +89,9 @@ def test_torchrun_starts_a_pipeline(home, invoke):
     assert codes == [0, 0], (home / "0" / "err").read_text()[-2000:]
     assert invoke("train", *words, "--set", "output=one").exit_code == 0
     assert numbers(home / "run") == pytest.approx(numbers(home / "one"), rel=1e-10)
+    crossed = 4 * 64 * 64 * 8  # rows, tokens, hidden numbers, bytes
+    heard = [r["workers_bytes_read"] for r in read_metrics(home / "run") if "loss" in r]
+    assert heard[-1] == crossed
 
 
 SETS = {
@@ -211,5 +186,12 @@ def test_orders_of_a_plan_run_are_repeated_and_gone_on_with(home, invoke):
         result = invoke(*words)
         assert result.exit_code == 0, result.stderr
     assert_same(home / "auto", home / "alone")
-    run = yaml.safe_load((home / "auto" / "plan.yaml").read_text())["pipeline"]
-    assert run == line
+    run = yaml.safe_load((home / "auto" / "plan.yaml").read_text())
+    assert run["pipeline"] == line and run["mesh"]["pipeline"] == 2
+
+    records = read_metrics(home / "auto")
+    for last in (r for r in records if "measured_peak_bytes_1" in r):
+        for worker in range(2):
+            peak = last[f"measured_peak_bytes_{worker}"]
+            assert peak <= last[f"predicted_peak_bytes_{worker}"] <= 1.05 * peak
+        assert last["measured_peak_bytes"] <= last["predicted_peak_bytes"]

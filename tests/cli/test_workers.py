@@ -1,4 +1,4 @@
-"""`outsize train --workers`: the numbers of one worker, and the ends of a run."""
+"""`outsize train --workers`: the ends of a run. Numbers: tests/cli/test_vocabulary_pipeline.py."""
 
 from __future__ import annotations
 
@@ -16,31 +16,6 @@ from outsize.data.batch import Span
 from outsize.launch.activity import GONE, activity
 from outsize.train import run as runs
 from outsize.train.metrics import read_metrics
-
-EXACT = ("--set", "precision=float64", "--set", "train.steps=4", "--set", "train.save_every=0")
-
-
-def numbers(run: Path) -> dict[tuple[int, str], float]:
-    """What a run computed, by step and name."""
-    names = ("loss", "gradient_norm", "tokens", "validation_loss", "lr")
-    return {(r["step"], n): r[n] for r in read_metrics(run) for n in names if n in r}
-
-
-def test_several_workers_give_the_numbers_of_one_and_others_go_on(home, invoke) -> None:
-    def train(*words: object) -> None:
-        result = invoke("train", *words)
-        assert result.exit_code == 0, result.stderr
-
-    flat = ("--set", "learning_rate.shape=constant")
-    train("run.yaml", *EXACT, *flat, "--set", "output=one")
-    half = ("--set", "train.steps=2", "--set", "output=two", "--mesh", "tensor=2")
-    train("run.yaml", *EXACT, *flat, *half)
-    train("--resume", "two", "--set", "train.steps=4", "--workers", 3)
-    logs = sorted(path.name for path in (home / "two" / "workers").iterdir())
-    assert logs == ["rank-1.log", "rank-2.log"]
-    found, wanted = numbers(home / "two"), numbers(home / "one")
-    assert (4, "validation_loss") in wanted and found.keys() >= wanted.keys()
-    assert {key: found[key] for key in wanted} == pytest.approx(wanted, rel=1e-10, abs=1e-10)
 
 
 def started(invoke, *words: object) -> int:
