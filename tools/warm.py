@@ -3,7 +3,8 @@
     python tools/warm.py DIR [--import MODULE,...] -- COMMAND...
 
 Documents have scores of commands, each of which would import PyTorch and what else it needs of
-others for two seconds; of Outsize itself nothing is imported here. DIR gets programs `outsize` and
+others for two seconds. Of Outsize a fork has what forks that ended before it imported, in their
+order: each module is first imported by a command that needs it. DIR gets programs `outsize` and
 `python`, first on COMMAND's PATH. What calls one is answered by a fork with its arguments,
 directory, environment, standard input and outputs, which gets its signals and whose exit code it
 has. Nothing else may differ: variables that PyTorch reads while it is imported are those that this
@@ -13,7 +14,9 @@ process was started with. `python` without a script first becomes an interpreter
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -47,8 +50,10 @@ os._exit(code[0] if code else 70)
 class Forks:
     """What is forked for callers, and how each ends."""
 
-    def __init__(self, listener: socket.socket, command: subprocess.Popen[bytes]) -> None:
-        self.listener, self.command = listener, command
+    def __init__(
+        self, listener: socket.socket, command: subprocess.Popen[bytes], learnt: Path
+    ) -> None:
+        self.listener, self.command, self.learnt = listener, command, learnt
         self.running: set[int] = set()
         self.watch = selectors.DefaultSelector()
         self.watch.register(listener, selectors.EVENT_READ)
@@ -87,6 +92,7 @@ class Forks:
         if not said:  # gone already
             caller.close()
             return None
+        _import(self.learnt)
         pid = os.fork()
         if pid == 0:
             return _become(json.loads(said), streams)
@@ -115,6 +121,20 @@ class Forks:
             self.watch.unregister(caller)
             caller.send(bytes([status if status >= 0 else 128 - status]))
         caller.close()
+
+
+def _import(learnt: Path) -> None:
+    """What forks that have ended imported of Outsize."""
+    for name in learnt.read_text().split() if learnt.exists() else ():
+        importlib.import_module(name)
+    gc.freeze()
+
+
+def _learn(learnt: Path, before: Sequence[str]) -> None:
+    """Add what this fork has imported of Outsize; in one write, as others may end meanwhile."""
+    new = [name for name in sys.modules if name not in before and name.split(".")[0] == "outsize"]
+    with learnt.open("a") as file:
+        file.write("".join(f"{name}\n" for name in new))
 
 
 def _kill(pid: int) -> None:
@@ -176,9 +196,11 @@ def main() -> int:
         importlib.import_module(name)
     path = f"{directory}:{os.environ['PATH']}"
     started = subprocess.Popen(command, env={**os.environ, "PATH": path})
-    arguments = Forks(listener, started).serve()
+    learnt = directory / "learnt"
+    arguments = Forks(listener, started, learnt).serve()
     if arguments is None:
         return started.wait()
+    atexit.register(_learn, learnt, tuple(sys.modules))
     program, *words = arguments
     if Path(program).name == "python":
         _as_python(words)

@@ -65,6 +65,20 @@ echo 'print(__name__)' | python
     )
 
 
+def test_a_fork_has_what_earlier_ones_imported_of_outsize_and_of_nothing_else(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "own.py").touch()
+    (tmp_path / "a.py").write_text(
+        "import sys\n"
+        "print(*[name in sys.modules for name in ('outsize.cli.main', 'own', 'colorsys')])\n"
+        "import outsize.cli.main, own, colorsys\n"
+    )
+    done = run(tmp_path, "python a.py; python a.py; SAID=so outsize 0 < /dev/null; python a.py")
+    assert done.stdout.splitlines()[:2] == ["False False False", "True False False"]
+    assert done.stdout.splitlines()[-1] == "True False False" and done.returncode == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_fork_ends_as_its_caller_is_ended(tmp_path: Path, number: int) -> None:
     script = f"""
