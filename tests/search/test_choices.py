@@ -103,7 +103,7 @@ def test_a_schedule_that_does_not_go_with_chunks_is_passed_over(monkeypatch):
     monkeypatch.setattr("outsize.search.choices.promising", lambda *_: ["zb-h2"])
     settings = CUT.having({"sequence_chunk": 32})
     request = replace(OPEN, mesh=Mesh(pipeline=2), recompute=("block",), settings=settings)
-    made = choose(CONFIG, replace(request, microbatch_rows=8), machine())
+    made = choose(CONFIG, replace(request, rows=4, microbatch_rows=2), machine())
     assert made.plan.sequence_chunk == 32 and made.plan.pipeline.schedule == "1f1b"
 
 

@@ -27,16 +27,20 @@ def chosen(request: PlanRequest, budget: int) -> Forecast:
     return tiered.chosen(CONFIG, request, budget)
 
 
+LEAST: dict[str, int] = {}  # by what is asked for, so that each is looked for once
+
+
 def least(request: PlanRequest) -> int:
     """The budget that a refusal names."""
-    with pytest.raises(OutsizeError, match=r"bytes missing.*; the smallest plan") as caught:
-        chosen(request, KIB)
-    return KIB + missing(caught.value)
+    if repr(request) not in LEAST:
+        with pytest.raises(OutsizeError, match=r"bytes missing.*; the smallest plan") as caught:
+            chosen(request, KIB)
+        LEAST[repr(request)] = KIB + missing(caught.value)
+    return LEAST[repr(request)]
 
 
 WAYS = {
     "as the planner cuts": {},
-    "ZeRO-Offload": {"shards": zero(2, 2)},
     "whole parameters and gradients": {"shards": zero(1, 2)},
     "behind the backward pass": {"shards": zero(3, 2), "clip": None},
     "whole matrices": {"shards": zero(2, 2), "optimizer": parse("muon", 1e-2, 0.1, (0.9, 0.95))},
@@ -59,9 +63,9 @@ def test_within_a_budget_workers_give_the_numbers_of_one(way):
 
     stages = tuple(replace(s, rest=type(s.rest)()) for s in plan.stages)
     alone = Plan(plan.segments, stages, ROWS, 1, SEQUENCE, plan.precision, 64)
-    wanted, _ = losses(CONFIG, alone, request, 3)
+    wanted, _ = losses(CONFIG, alone, request, 2)
     most = made.below["disk"] + 64 * 4 * KIB  # each state begins a page
-    told = play(plan.mesh, lambda world: losses(CONFIG, plan, request, 3, world, most))
+    told = play(plan.mesh, lambda world: losses(CONFIG, plan, request, 2, world, most))
     for found, _ in told:
         assert found == pytest.approx(wanted, rel=1e-10)
     predicted = [made.peaks[plan.mesh.index("pipeline", rank)] for rank in range(plan.mesh.size)]
@@ -69,7 +73,7 @@ def test_within_a_budget_workers_give_the_numbers_of_one(way):
     assert max(peak for _, peak in told) >= 0.95 * made.peak
 
 
-@pytest.mark.parametrize("stage", [None, 1, 2, 3])
+@pytest.mark.parametrize("stage", [None, 1, 2])  # None: 3, as the next test says
 def test_the_least_budget_works_and_a_byte_less_does_not(stage):
     request = WISH if stage is None else replace(WISH, shards=zero(stage, 2))
     small = least(request)

@@ -160,6 +160,7 @@ def test_what_is_fixed_stays_fixed():
     assert plan.loss_chunk == 0 and plan.mlp_tile == 5 and plan.split_backward
     bare = replace(
         WISH, precision=Precision("bfloat16"), approximate=("bfloat16-weights",), microbatch_rows=9,
+        recompute=(), loss_chunk=0, mlp_tile=0,
     )  # fmt: skip
     plan = choose(CONFIG, bare, HARDWARE).plan
     assert plan.precision.master is None and plan.approximate == ("bfloat16-weights",)

@@ -24,7 +24,7 @@ from outsize.search import PlanRequest, choose
 from outsize.simulate import Forecast
 
 KIB, MIB = 1 << 10, 1 << 20
-ROWS, SEQUENCE, LAYERS = 4, 8, 6
+ROWS, SEQUENCE, LAYERS = 4, 8, 4
 DISK = TierSpec("disk", "disk", (Path("."),), 64 * MIB)
 _RATE = Rate(1e9, "B/s", "test", "2026-11-22")
 _MACHINE = catalogue("H200", 2)
