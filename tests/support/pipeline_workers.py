@@ -61,7 +61,7 @@ def model_of(name, seed=0, **changes):
     return model
 
 
-def batches(name, count=3):
+def batches(name, count=2):
     """Six rows a step, the last tokens of some rows not there, some without a target."""
     generator = torch.Generator().manual_seed(5)
     for _ in range(count):
@@ -92,7 +92,7 @@ def count(batch):
 
 
 def piped(name, model, mesh="pipeline=2", rows=slice(None), **changes):
-    """What a worker has to tell after three steps with its rows."""
+    """What a worker has to tell after two steps with its rows."""
 
     def mine(batch):
         return {k: v if isinstance(v, bool) else v[rows] for k, v in batch.items()}

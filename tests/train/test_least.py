@@ -53,7 +53,8 @@ def least_of(sets: list[str]) -> int:
     return int(found[-1])
 
 
-@pytest.mark.parametrize("seed", range(5))
+# Of 1, 3 and 4: every optimizer and precision, either model with a disk, one without.
+@pytest.mark.parametrize("seed", (1, 3, 4))
 def test_the_least_runs_and_a_byte_less_is_refused(runs, seed) -> None:
     rng = random.Random(seed)
     keys = drawn(rng)

@@ -99,8 +99,7 @@ def test_copies_of_a_pipeline_are_timed_too(runs):
     "more",
     [
         {"mesh": "tensor=2", "adapt__loha__rank": 2},
-        {"mesh": "pipeline=2", "adapt__loha__rank": 2, "weights": "int4:16"},
-        {"mesh": "pipeline=2", "adapt__prompt__tokens": 3},
+        {"mesh": "pipeline=2", "adapt__prompt__tokens": 3, "weights": "int4:16"},
     ],
 )
 def test_all_workers_time_the_model_that_is_trained(runs, more):

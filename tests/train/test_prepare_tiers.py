@@ -17,7 +17,7 @@ from outsize.hardware import Rate, Tier
 from outsize.memory import Ledger
 from outsize.train.prepare import Prepared, prepare
 
-STEPS = 3
+STEPS = 2
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +42,10 @@ class Unit(nn.Module):
 
 
 class ResNet(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, units: int = 5) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 32, 3, padding=1)
-        self.units = nn.Sequential(*(Unit(32) for _ in range(5)))
+        self.units = nn.Sequential(*(Unit(32) for _ in range(units)))
         self.head = nn.Linear(32, 5)
 
     def forward(self, x, y):
@@ -58,7 +58,7 @@ class ViT(nn.Module):
         self.patch = nn.Conv2d(3, 48, 4, stride=4)
         self.pos = nn.Parameter(torch.randn(1, 4, 48) * 0.1)
         layer = nn.TransformerEncoderLayer(48, 2, 96, 0.1, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 5, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
         self.head = nn.Linear(48, 5)
 
     def forward(self, x, y):
@@ -68,7 +68,7 @@ class ViT(nn.Module):
 
 def gpt2() -> nn.Module:
     hf = pytest.importorskip("transformers")
-    return hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=48, n_layer=5, n_head=2, vocab_size=64))
+    return hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=48, n_layer=3, n_head=2, vocab_size=64))
 
 
 def images(seed: int):
@@ -82,7 +82,7 @@ def causal(seed: int):
     return {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
-CASES = {"resnet": (ResNet, images), "vit": (ViT, images), "gpt2": (gpt2, causal)}
+CASES = {"resnet": (lambda: ResNet(3), images), "vit": (ViT, images), "gpt2": (gpt2, causal)}
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -181,7 +181,7 @@ def test_memory_is_let_go_as_it_moves(tmp_path, monkeypatch) -> None:
 
 
 def test_a_tier_without_a_budget_and_too_small_ones_are_refused(tmp_path) -> None:
-    model = ResNet().double().eval()
+    model = ResNet(3).double().eval()
     with pytest.raises(OutsizeError, match=r"'disk' is a tier .* pass memory='2GiB'"):
         prepare(model, "adamw", disk=str(tmp_path))
     job = prepare(model, "adamw", memory=states(model) // 2, disk=f"{tmp_path}:64KiB")

