@@ -16,14 +16,14 @@ import outsize
 from outsize.collectives import parse_mesh
 from outsize.errors import OutsizeError
 
-_SMALL = {"vocab_size": 40, "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 4,
+_SMALL = {"vocab_size": 40, "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 3,
           "intermediate_size": 36}  # fmt: skip
 # name: (its classes' prefix in transformers, the model's class, the configuration)
 SIZES = {
     "llama": ("Llama", "ForCausalLM", {**_SMALL, "num_key_value_heads": 2}),
     "gpt2": (
         "GPT2", "LMHeadModel",
-        {"vocab_size": 40, "n_embd": 24, "n_layer": 4, "n_head": 4, "n_positions": 16,
+        {"vocab_size": 40, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 16,
          "resid_pdrop": 0, "attn_pdrop": 0, "embd_pdrop": 0},
     ),
     "bert": (
@@ -33,7 +33,7 @@ SIZES = {
     ),
     "t5": (
         "T5", "ForConditionalGeneration",
-        {"vocab_size": 40, "d_model": 24, "d_kv": 8, "d_ff": 36, "num_layers": 3, "num_heads": 3,
+        {"vocab_size": 40, "d_model": 24, "d_kv": 8, "d_ff": 36, "num_layers": 2, "num_heads": 3,
          "dropout_rate": 0, "decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu",
          "tie_word_embeddings": False},
     ),
