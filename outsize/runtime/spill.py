@@ -36,6 +36,7 @@ class Entry:
     device: torch.device
     place: Place | None = None
     written: bool = False
+    wanted: bool = False  # a backward pass has asked for it: it stays, whoever else is done with it
 
     @property
     def bytes(self) -> int:
@@ -69,7 +70,6 @@ class Spill:
     entries: list[Entry] = field(default_factory=list)  # noted here first
     uses: list[Entry] = field(default_factory=list)  # these, and those that another noted before
     places: list[Place] = field(default_factory=list)  # of entries that were handed over
-    wanted: bool = False  # it was asked for again: what has not gone stays
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps instead of a tensor."""
@@ -133,7 +133,7 @@ class Spill:
     def release(self) -> None:
         """Let go what is on the tier, unless somebody else holds it or it was asked for again."""
         for entry in self.uses:
-            if self.wanted or entry.flat is None or not entry.written:
+            if entry.wanted or entry.flat is None or not entry.written:
                 continue
             if storage_uses(entry.flat) <= _OURS:
                 self.owner.forget(entry)
@@ -143,7 +143,8 @@ class Spill:
 
     def allocate(self) -> list[Entry]:
         """Room for what is not there; gives what has to be read."""
-        self.wanted = True
+        for entry in self.uses:
+            entry.wanted = True
         missing = [entry for entry in self.uses if entry.flat is None]
         for entry in missing:
             entry.flat = torch.empty(entry.numel, dtype=entry.dtype, device=entry.device)
