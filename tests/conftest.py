@@ -117,7 +117,9 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for library in own.glob("native-*.so"):
             if not (folder / library.name).exists():
                 shutil.copy(library, folder)
-        native.library()
+        found = native.library()
+        if found is not None:
+            found.libraries.opened(*native._LIBRARIES)
     return folder
 
 

@@ -26,15 +26,15 @@ void outsize_rms_norm(int, int, const void*, const void*, float, float, void*, f
 void outsize_rope(int, const void*, const int64_t*, const float*, const float*, int64_t, void*,
                   const int64_t*, int64_t, int, float, int);
 void outsize_gate(int, const void*, const void*, void*, int64_t, int);
-void outsize_rows_product(int, const void*, const Matrix*, void*, int64_t, int, int);
+void outsize_rows_product(const void*, const Matrix*, void*, int64_t, int, int);
 int64_t outsize_eights_floats(const Matrix*, int64_t);
 void* outsize_eights_rows(const Matrix*, int64_t, float*);
 void outsize_eights_drop(void*);
 int outsize_eights_alike(const Matrix*, const Matrix*);
 void outsize_eights_round(int, const void*, void*, int64_t, int64_t);
 void outsize_eights_times(int, const void*, const Matrix*, void*, int, int);
-void outsize_pages_put(int, int, const void*, void*, void*, const int64_t*, int64_t, int64_t, int64_t);
-void outsize_pages_attend(int, int, const void*, const void*, const void*, const void*, const void*,
+void outsize_pages_put(int, const void*, void*, void*, const int64_t*, int64_t, int64_t, int64_t);
+void outsize_pages_attend(int, const void*, const void*, const void*, const void*, const void*,
                           void*, const int64_t*, const int64_t*, const int64_t*, const int64_t*,
                           int64_t, float, float, int, int, void*);
 void outsize_attention_share(int, const void*, const void*, const void*, const int64_t*, const int64_t*,
@@ -43,7 +43,7 @@ void outsize_attention_share(int, const void*, const void*, const void*, const i
 
 namespace {
 
-using outsize::bfloat16;
+using outsize::DTYPE;
 using outsize::narrow;
 using outsize::wide;
 
@@ -73,7 +73,7 @@ struct Step {
     const float* const* sin;
     const int64_t* pairs;  // by table
     int64_t tokens, hidden, page;
-    int32_t dtype, threads;
+    int64_t threads;
 };
 
 // Tokens [first, last) that are attended at once: each alone, or as a prompt's by the tiles of training,
@@ -206,7 +206,7 @@ struct Run {
         if (!one.weight) return from;
         const int64_t at = first * rows;
         if (first < last)
-            outsize_rms_norm(step.dtype, one.dtype, from + at * size, one.weight, one.eps, one.offset,
+            outsize_rms_norm(DTYPE, one.dtype, from + at * size, one.weight, one.eps, one.offset,
                              to + at * size, inverse + at, (last - first) * rows, size, 1);
         return to;
     }
@@ -217,7 +217,7 @@ struct Run {
         for (const Matrix* w : by) {
             const Rounds::Format* format = rounds.of(*w);
             if (!format || std::count(had.begin(), had.end(), format->rows)) continue;
-            outsize_eights_round(step.dtype, from, format->rows, apart ? 0 : first, apart ? count : last);
+            outsize_eights_round(DTYPE, from, format->rows, apart ? 0 : first, apart ? count : last);
             had.push_back(format->rows);
         }
         return !apart && !had.empty();
@@ -232,8 +232,8 @@ struct Run {
 
     void product(const Matrix& w, const T* from, T* to) const {
         if (const Rounds::Format* format = rounds.of(w))
-            return outsize_eights_times(step.dtype, format->rows, &w, to, team.count, team.index);
-        outsize_rows_product(step.dtype, from, &w, to, count, team.count, team.index);
+            return outsize_eights_times(DTYPE, format->rows, &w, to, team.count, team.index);
+        outsize_rows_product(from, &w, to, count, team.count, team.index);
     }
 
     // Queries or keys of this thread's tokens by head, normed and turned; spare: room for as many.
@@ -244,14 +244,14 @@ struct Run {
         const int64_t wide = heads * l.head, pairs = step.pairs[l.rope];
         const int64_t strides[] = {wide, l.head, 1}, shape[] = {last - first, heads, l.head};
         if (first < last)
-            outsize_rope(step.dtype, from + first * wide, strides, step.cos[l.rope] + first * pairs,
+            outsize_rope(DTYPE, from + first * wide, strides, step.cos[l.rope] + first * pairs,
                          step.sin[l.rope] + first * pairs, pairs, spare + first * wide, shape, pairs,
                          l.interleaved, 1.0f, 1);
         std::swap(from, spare);
     }
 
     void put(const Layer& l, const T* from, void* data, void* scales, int64_t size) const {
-        outsize_pages_put(step.dtype, l.form, from + first * l.groups * size, data, scales,
+        outsize_pages_put(l.form, from + first * l.groups * size, data, scales,
                           step.where + first, last - first, l.groups, size);
     }
 
@@ -261,16 +261,16 @@ struct Run {
         to += first * l.heads * l.value;
         if (part.rooms.empty() || l.form != AS_STORED) {
             const int64_t sizes[] = {step.page, l.heads, l.groups, l.head, l.value, l.window, l.value};
-            outsize_pages_attend(step.dtype, l.form, q, l.keys, l.key_scales, l.values, l.value_scales,
-                                 to, step.tables, step.begins + first, step.positions + first, sizes,
-                                 many, l.scale, l.softcap, team.count, team.index, &joint);
+            outsize_pages_attend(l.form, q, l.keys, l.key_scales, l.values, l.value_scales, to,
+                                 step.tables, step.begins + first, step.positions + first, sizes, many,
+                                 l.scale, l.softcap, team.count, team.index, &joint);
             return;
         }
         const int64_t facts[] = {many, l.heads, l.groups, l.head, l.value, l.window, past};
         const int64_t strides[] = {l.heads * l.head, l.head, l.groups * l.head, l.head,
                                    l.groups * l.value, l.value};
         const int64_t bounds[] = {0, past + many};
-        outsize_attention_share(step.dtype, q, l.keys, l.values, strides, part.rooms.data(), to,
+        outsize_attention_share(DTYPE, q, l.keys, l.values, strides, part.rooms.data(), to,
                                 inverse + first * l.heads, facts, bounds, l.scale, l.softcap,
                                 team.count, team.index);
     }
@@ -315,7 +315,7 @@ struct Run {
         product(l.gate, from, gate);
         product(l.up, from, up);
         meet();
-        outsize_gate(step.dtype, gate + begin, up + begin, inner + begin, end - begin, 1);
+        outsize_gate(DTYPE, gate + begin, up + begin, inner + begin, end - begin, 1);
         ready({&l.down}, inner);
         product(l.down, inner, given);
         meet();
@@ -354,16 +354,13 @@ extern "C" {
 // Bytes that a step works in.
 int64_t outsize_blocks_work(const Step* step, const Layer* layers, int64_t count) {
     const Room room(*step, layers, count);
-    const int64_t size = step->dtype == 0 ? sizeof(float) : sizeof(bfloat16);
-    return step->tokens * room.heads * int64_t(sizeof(float)) + room.all(step->tokens) * size;
+    const int64_t floats = step->tokens * room.heads * sizeof(float);
+    return floats + room.all(step->tokens) * int64_t(sizeof(outsize::Number));
 }
 
 // x (tokens, hidden) through `count` blocks, in place.
 void outsize_blocks(const Step* step, const Layer* layers, int64_t count, void* x, void* work) {
-    if (step->dtype == 0)
-        together<float>(*step, layers, count, x, work);
-    else
-        together<bfloat16>(*step, layers, count, x, work);
+    together<outsize::Number>(*step, layers, count, x, work);
 }
 
 }  // extern "C"

@@ -63,8 +63,7 @@ class _Step(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("tables", "begins", "positions", "where")),
         *((name, c_void_p) for name in ("cos", "sin", "pairs")),
-        *((name, c_int64) for name in ("tokens", "hidden", "page")),
-        *((name, c_int32) for name in ("dtype", "threads")),
+        *((name, c_int64) for name in ("tokens", "hidden", "page", "threads")),
     )
 
 
@@ -79,7 +78,7 @@ def run(
     """x_TD through the blocks, float32 or bfloat16, in its place where it lies in rows. where_T:
     rooms of the tokens among those of all pages, int64; ropes: cosines and sines (T, P) in float32,
     by the numbers that layers have."""
-    y_TD, passes = x_TD.contiguous(), native.loaded()
+    y_TD, passes = x_TD.contiguous(), native.serving(x_TD.dtype)
     tables = [torch.Tensor.contiguous(x) for table in ropes for x in table]
     cos, sin = ((c_void_p * len(ropes))(*(x.data_ptr() for x in tables[i::2])) for i in (0, 1))
     pairs = native.numbers(x.shape[-1] for x in tables[::2])
@@ -88,7 +87,7 @@ def run(
         *(x.buffer_info()[0] for x in (seen.tables, seen.begins, seen.positions)),
         where_T.data_ptr(),
         *(ctypes.addressof(cos), ctypes.addressof(sin), ctypes.addressof(held)),
-        *(*x_TD.shape, page, native.CODES[x_TD.dtype], native.threads()),
+        *(*x_TD.shape, page, native.threads()),
     )
     told = (ctypes.addressof(step), ctypes.addressof(layers), len(layers))
     work = torch.empty(passes.outsize_blocks_work(*told), dtype=torch.uint8)

@@ -1,8 +1,8 @@
 // Products of each head by a matrix of its own, each token alone.
 //
 // Every number is summed in an order that depends on the token alone, as those of rows.cpp: the same
-// bits whatever the batch and the number of threads. Storage is float32 or bfloat16 (dtype 0 or 1),
-// sums are float32.
+// bits whatever the batch and the number of threads. Storage is float32 or bfloat16, as this is
+// compiled, sums are float32.
 
 #include <algorithm>
 #include <cstdint>
@@ -12,8 +12,8 @@
 #include "team.h"
 #include "tiles.h"
 
-extern "C" void outsize_rows_product(int, const void*, const outsize::Matrix*, void*, outsize::int64_t,
-                                     int, int);
+extern "C" void outsize_rows_product(const void*, const outsize::Matrix*, void*, outsize::int64_t, int,
+                                     int);
 
 namespace {
 
@@ -77,7 +77,7 @@ void turned(const T* x, const T* w, T* y, int64_t tokens, int64_t inner, int64_t
 }
 
 template <class T>
-void each(int dtype, bool turns, const T* x, const T* w, int64_t apart, T* y, int64_t heads,
+void each(bool turns, const T* x, const T* w, int64_t apart, T* y, int64_t heads,
           int64_t tokens, int64_t inner, int64_t outputs, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && heads > 1)
     for (int64_t head = 0; head < heads; ++head) {
@@ -91,7 +91,7 @@ void each(int dtype, bool turns, const T* x, const T* w, int64_t apart, T* y, in
         matrix.data = own;
         matrix.outputs = outputs;
         matrix.inner = inner;
-        outsize_rows_product(dtype, from, &matrix, to, tokens, 1, 0);
+        outsize_rows_product(from, &matrix, to, tokens, 1, 0);
     }
 }
 
@@ -101,15 +101,11 @@ extern "C" {
 
 // y (heads, tokens, outputs) = x (heads, tokens, inner) by w (heads, outputs, inner), or where it
 // turns by w (heads, inner, outputs); apart: numbers from a head's matrix to the next one's.
-void outsize_heads_product(int dtype, int turns, const void* x, const void* w, int64_t apart, void* y,
+void outsize_heads_product(int turns, const void* x, const void* w, int64_t apart, void* y,
                            int64_t heads, int64_t tokens, int64_t inner, int64_t outputs,
                            int threads) {
-    if (dtype == 0)
-        each(dtype, turns, static_cast<const float*>(x), static_cast<const float*>(w), apart,
-             static_cast<float*>(y), heads, tokens, inner, outputs, threads);
-    else
-        each(dtype, turns, static_cast<const bfloat16*>(x), static_cast<const bfloat16*>(w), apart,
-             static_cast<bfloat16*>(y), heads, tokens, inner, outputs, threads);
+    each(turns, static_cast<const Number*>(x), static_cast<const Number*>(w), apart,
+         static_cast<Number*>(y), heads, tokens, inner, outputs, threads);
 }
 
 }  // extern "C"

@@ -55,10 +55,9 @@ def _allocate(x_HTI: Tensor, weight: Tensor, turns: bool) -> Tensor:
 def _run(x_HTI: Tensor, weight: Tensor, turns: bool) -> Tensor:
     y_HTO = _allocate(x_HTI, weight, turns)
     heads, tokens, inner = x_HTI.shape
-    native.loaded().outsize_heads_product(
-        *(native.CODES[x_HTI.dtype], turns, x_HTI.data_ptr(), weight.data_ptr()),
-        *(weight.stride(0), y_HTO.data_ptr(), heads, tokens, inner, y_HTO.shape[2]),
-        native.threads(),
+    native.serving(x_HTI.dtype).outsize_heads_product(
+        *(turns, x_HTI.data_ptr(), weight.data_ptr(), weight.stride(0), y_HTO.data_ptr()),
+        *(heads, tokens, inner, y_HTO.shape[2], native.threads()),
     )
     return y_HTO
 

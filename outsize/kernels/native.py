@@ -12,21 +12,15 @@ asks whether one fits names the operator then, and on all other devices the twin
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
-import hashlib
 import importlib
 import importlib.util
 import logging
 import os
-import platform
 import shutil
 import subprocess
-import tempfile
 from array import array
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -35,83 +29,91 @@ import torch
 from torch import Tensor, nn
 
 from outsize import accelerator
+from outsize.kernels.building import Functions, Libraries, Library, Signature
 from outsize.torch_private import FakeTensor, unseen
 
 _READ = (Tensor, nn.Parameter, FakeTensor)
 CODES = {torch.float32: 0, torch.bfloat16: 1}  # the dtypes of native.cpp, by its numbers
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)  # those of Triton's kernels
 
-_SOURCES = tuple(
-    Path(__file__).with_name(f"{name}.cpp")
-    for name in (
-        *("native", "attention", "sparse", "shared", "blockwise", "normal", "codes", "rows"),
-        *("pages", "blocks", "eights", "heads", "attention64"),
-    )
-)
-_HEADERS = tuple(
-    Path(__file__).with_name(f"{name}.h")
-    for name in (
-        *("blockwise", "blockwise_avx2", "blockwise_avx512", "codes", "eights", "eights_avx2"),
-        *("eights_vnni", "storage", "team", "tiles"),
-    )
-)
 _COMPILERS = ("g++", "c++", "clang++")  # g++ first: PyTorch's OpenMP runtime is its
-_FLAGS = (
-    *("-std=c++17", "-O3", "-fPIC", "-fopenmp"),
-    *("-fno-math-errno", "-fno-trapping-math", "-Wl,--as-needed"),
-)
-_TUNED = {  # tried first; the build falls back to the flags above
-    "x86_64": ("-march=native", "-mprefer-vector-width=512"),
-    "aarch64": ("-mcpu=native",),
+_ROWS = ("rows", "pages", "blocks", "heads")  # what serving computes, a library for each dtype
+_OF_DTYPE: dict[torch.dtype | str, str] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_LIBRARIES = {
+    "passes": Library(("attention", "blockwise", "native", "codes", "sparse", "normal")),
+    "float64": Library(("attention64",)),
+    "shared": Library(("shared",)),
+    "eights": Library(("eights",)),
+    "float32": Library(_ROWS, ("-DOUTSIZE_DTYPE=0",), ("passes", "eights")),
+    "bfloat16": Library(_ROWS, ("-DOUTSIZE_DTYPE=1",), ("passes", "eights")),
 }
-_SECONDS = 600.0  # more than any source takes, on a machine that does much else too
-_SEAL = 32  # bytes of the digest at the end of a cached file
 
-# Result first, then arguments: as native.cpp declares them.
+# By library: result first, then arguments, as the sources declare them.
 _P, _I, _N, _F = c_void_p, c_int, c_int64, c_float
-_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "rms_norm": (None, (_I, _I, _P, _P, _F, _F, _P, _P, _N, _N, _I)),
-    "rms_norm_backward": (None, (_I, _I, _P, _P, _P, _P, _F, _P, _P, _N, _N, _I)),
-    "rope": (None, (_I, _P, _P, _P, _P, _N, _P, _P, _N, _I, _F, _I)),
-    "gate": (None, (_I, _P, _P, _P, _N, _I)),
-    "gate_backward": (None, (_I, _P, _P, _P, _P, _P, _N, _I)),
-    "cross_entropy": (c_double, (_I, _P, _P, _N, _F, _I, _N, _N, _I, _P)),
-    "add": (None, (_I, _P, _P, _N, _I)),
-    "greatest": (_N, (_I, _P, _N)),
-    "exponential": (None, (_P, _P, _N)),
-    "checksum": (c_uint64, (_P, _N)),
-    "attention": (None, (_I, *[_P] * 8, _N, _F, _F, _I)),
-    "attention_backward": (None, (_I, *[_P] * 8, _N, _F, _F, _I)),
-    "float64_attention": (None, (*[_P] * 6, _N, c_double, _I)),
-    "float64_attention_backward": (None, (*[_P] * 8, _N, c_double, _I)),
-    "sparse_mark": (None, (_I, _P, _N, _N, _P, _P, _I)),
-    "sparse_pack": (None, (_I, _P, _N, _N, _P, _P, _P, _I)),
-    "sparse_unpack": (_N, (_I, _P, _P, _P, _N, _N, _N, _P, _I)),
-    "blockwise_adam": (None, (_I, _I, *[_P] * 6, _N, _N, *[_P] * 3, _I, _I, _P, _I)),
-    "decode": (None, (_I, _P, _P, _I)),
-    "encode": (None, (_I, _P, _N, _N, _P)),
-    "normal": (None, (_I, _P, _N, _N, _P, c_double, _P, _I)),
-    "rows_product": (None, (_I, *[_P] * 3, _N, _I, _I)),
-    "heads_product": (None, (_I, _I, _P, _P, _N, _P, *[_N] * 4, _I)),
-    "eights_product": (None, (_I, *[_P] * 3, _N, _I, _I)),
-    "eights_pack": (_I, (_P, _I)),
-    "pages_attend": (None, (_I, _I, *[_P] * 10, _N, _F, _F, _I, _I, _P)),
-    "pages_put": (None, (_I, _I, *[_P] * 4, *[_N] * 3)),
+_SIGNATURES: dict[str, dict[str, Signature]] = {
+    "passes": {
+        "rms_norm": (None, (_I, _I, _P, _P, _F, _F, _P, _P, _N, _N, _I)),
+        "rms_norm_backward": (None, (_I, _I, _P, _P, _P, _P, _F, _P, _P, _N, _N, _I)),
+        "rope": (None, (_I, _P, _P, _P, _P, _N, _P, _P, _N, _I, _F, _I)),
+        "gate": (None, (_I, _P, _P, _P, _N, _I)),
+        "gate_backward": (None, (_I, _P, _P, _P, _P, _P, _N, _I)),
+        "cross_entropy": (c_double, (_I, _P, _P, _N, _F, _I, _N, _N, _I, _P)),
+        "add": (None, (_I, _P, _P, _N, _I)),
+        "greatest": (_N, (_I, _P, _N)),
+        "exponential": (None, (_P, _P, _N)),
+        "checksum": (c_uint64, (_P, _N)),
+        "attention": (None, (_I, *[_P] * 8, _N, _F, _F, _I)),
+        "attention_backward": (None, (_I, *[_P] * 8, _N, _F, _F, _I)),
+        "sparse_mark": (None, (_I, _P, _N, _N, _P, _P, _I)),
+        "sparse_pack": (None, (_I, _P, _N, _N, _P, _P, _P, _I)),
+        "sparse_unpack": (_N, (_I, _P, _P, _P, _N, _N, _N, _P, _I)),
+        "decode": (None, (_I, _P, _P, _I)),
+        "encode": (None, (_I, _P, _N, _N, _P)),
+        "normal": (None, (_I, _P, _N, _N, _P, c_double, _P, _I)),
+        "blockwise_adam": (None, (_I, _I, *[_P] * 6, _N, _N, *[_P] * 3, _I, _I, _P, _I)),
+    },
+    "float64": {
+        "float64_attention": (None, (*[_P] * 6, _N, c_double, _I)),
+        "float64_attention_backward": (None, (*[_P] * 8, _N, c_double, _I)),
+    },
+    "eights": {
+        "eights_product": (None, (_I, *[_P] * 3, _N, _I, _I)),
+        "eights_pack": (_I, (_P, _I)),
+    },
+    "shared": {
+        "shared_open": (_P, (_P, _I, _I, _N, _I, _P)),
+        "shared_close": (None, (_P,)),
+        "shared_bytes": (_N, (_I, _N)),
+        "shared_abort": (None, (_P,)),
+        "shared_aborted": (_I, (_P,)),
+        "shared_state": (None, (_P, _I, _P)),
+        "shared_barrier": (_I, (_P, _I)),
+        "shared_all_reduce": (_I, (_P, _I, _I, _I, _P, _N)),
+        "shared_reduce_scatter": (_I, (_P, _I, _I, _P, _P, _P)),
+        "shared_all_gather": (_I, (_P, _I, _P, _P, _P)),
+        "shared_all_to_all": (_I, (_P, _I, _P, _P, _P, _P)),
+        "shared_broadcast": (_I, (_P, _I, _P, _N, _I)),
+    },
+}
+_SERVING: dict[str, Signature] = {  # of the library of a dtype
+    "rows_product": (None, (*[_P] * 3, _N, _I, _I)),
+    "heads_product": (None, (_I, _P, _P, _N, _P, *[_N] * 4, _I)),
+    "pages_attend": (None, (_I, *[_P] * 10, _N, _F, _F, _I, _I, _P)),
+    "pages_put": (None, (_I, *[_P] * 4, *[_N] * 3)),
     "blocks_work": (_N, (_P, _P, _N)),
     "blocks": (None, (_P, _P, _N, _P, _P)),
-    "shared_open": (_P, (_P, _I, _I, _N, _I, _P)),
-    "shared_close": (None, (_P,)),
-    "shared_bytes": (_N, (_I, _N)),
-    "shared_abort": (None, (_P,)),
-    "shared_aborted": (_I, (_P,)),
-    "shared_state": (None, (_P, _I, _P)),
-    "shared_barrier": (_I, (_P, _I)),
-    "shared_all_reduce": (_I, (_P, _I, _I, _I, _P, _N)),
-    "shared_reduce_scatter": (_I, (_P, _I, _I, _P, _P, _P)),
-    "shared_all_gather": (_I, (_P, _I, _P, _P, _P)),
-    "shared_all_to_all": (_I, (_P, _I, _P, _P, _P, _P)),
-    "shared_broadcast": (_I, (_P, _I, _P, _N, _I)),
 }
+
+
+class Passes(Functions):
+    """All functions but those of serving, and these by dtype."""
+
+    def __init__(self, libraries: Libraries) -> None:
+        super().__init__(libraries, _SIGNATURES)
+        self.libraries = libraries
+        self.serving = {
+            dtype: Functions(libraries, {name: _SERVING}) for dtype, name in _OF_DTYPE.items()
+        }  # by dtype
 
 
 def reads(*tensors: Tensor, by: str = "") -> bool:
@@ -239,7 +241,7 @@ def threads() -> int:
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
+def library() -> Passes | None:
     """The passes, built where no process did before; None, after one warning, where they cannot."""
     path = next(filter(None, map(shutil.which, _COMPILERS)), None)
     base = os.environ.get("XDG_CACHE_HOME")
@@ -247,14 +249,28 @@ def library() -> ctypes.CDLL | None:
     return load(path, cache / "outsize" / "kernels")
 
 
-def loaded() -> ctypes.CDLL:
+def loaded() -> Passes:
     """The passes, where `fits` said that they are there."""
     found = library()
     assert found is not None, "an operator of native.cpp runs only where fits() holds"
     return found
 
 
-def load(compiler: str | None, cache: Path) -> ctypes.CDLL | None:
+def serving(dtype: torch.dtype) -> Functions:
+    """Those of serving for tensors of a dtype of CODES."""
+    return loaded().serving[dtype]
+
+
+def ready(*wanted: torch.dtype | str) -> None:
+    """Have libraries loaded, compiled if need be: before anything is timed, and before memory is
+    full. Those of serving by dtype, where it has one, others by name."""
+    found = library()
+    names = [name for one in wanted if (name := _OF_DTYPE.get(one, one)) in _LIBRARIES]
+    if found is not None and names:
+        found.libraries.opened(*names)
+
+
+def load(compiler: str | None, cache: Path) -> Passes | None:
     """The passes from `cache`, built with `compiler` (a path) if they are not there or damaged."""
     log = logging.getLogger(__name__)
     if compiler is None:
@@ -265,126 +281,9 @@ def load(compiler: str | None, cache: Path) -> ctypes.CDLL | None:
         )
         return None
     try:
-        path = cache / f"native-{_key(compiler)}.so"
-        return _declared(
-            ctypes.CDLL(str(path)) if whole(path) is not None else _build(compiler, path)
-        )
+        libraries = Libraries(_LIBRARIES, compiler, cache)
+        libraries.open("passes")
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("the fused C++ passes cannot be used, plain PyTorch operators are: %s", error)
         return None
-
-
-def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(found, f"outsize_{name}")
-        function.restype, function.argtypes = result, arguments
-    return found
-
-
-def _key(compiler: str) -> str:
-    """What a library depends on, as a digest."""
-    version = subprocess.run(
-        [compiler, "--version"], capture_output=True, check=True, timeout=_SECONDS
-    ).stdout
-    runtimes = [Path(path).name for path in _runtimes()]  # wherever this environment has them
-    facts = (compiler, repr(_FLAGS), repr(_TUNED), torch.__version__, repr(runtimes), _cpu())
-    digest = hashlib.blake2b(version, digest_size=12)
-    for path in (*_SOURCES, *_HEADERS):
-        digest.update(path.read_bytes())
-    digest.update("\n".join(facts).encode())
-    return digest.hexdigest()
-
-
-def _cpu() -> str:
-    """The processor's name and its instruction sets."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join((platform.machine(), *sorted({x for x in lines if x.startswith(wanted)})))
-
-
-def _runtimes() -> list[str]:
-    """The OpenMP runtime that PyTorch brings, so that both use one pool of threads; none where it
-    brings another than the compiler's, which then comes with its own."""
-    package = Path(torch.__file__).parent
-    folders: Iterable[Path] = (package / "lib", package.parent / "torch.libs")
-    return sorted(str(path) for folder in folders for path in folder.glob("libgomp*.so*"))[:1]
-
-
-def _build(compiler: str, path: Path) -> ctypes.CDLL:
-    """Compile and load; the next process finds it at `path`.
-
-    A cache that cannot be written costs a build a process and is no error.
-    """
-    with tempfile.TemporaryDirectory(prefix="outsize-") as folder:
-        made = Path(folder) / path.name
-        _compile(compiler, made)
-        with contextlib.suppress(OSError):
-            keep(made.read_bytes(), path)
-        return ctypes.CDLL(str(made))  # held by the process when its file is gone
-
-
-def keep(content: bytes, path: Path) -> None:
-    """Seal and move into place, so that processes that write at once do not meet. OSError where it
-    cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
-        try:
-            part.write(content + _digest(content))
-            part.flush()
-            os.replace(part.name, path)
-        except OSError:
-            os.unlink(part.name)
-            raise
-
-
-def _compile(compiler: str, target: Path) -> None:
-    """The sources to one shared library, for this very processor if the compiler knows how."""
-    tuned = _TUNED.get(platform.machine(), ())
-    for attempt in ((*_FLAGS, *tuned), _FLAGS):
-        run = _linked(compiler, attempt, target)
-        if run.returncode == 0:
-            return
-    last = (run.stderr.strip().splitlines() or ["no message"])[-1]
-    raise OSError(f"{compiler} failed with status {run.returncode}: {last}")
-
-
-def _linked(
-    compiler: str, flags: tuple[str, ...], target: Path
-) -> subprocess.CompletedProcess[str]:
-    """Each source by a compiler of its own, as many at once as there are processors; what failed,
-    or the last."""
-
-    def run(*command: str) -> subprocess.CompletedProcess[str]:
-        told = (compiler, *flags, *command)
-        return subprocess.run(told, capture_output=True, text=True, timeout=_SECONDS)
-
-    made = [str(target.with_suffix(f".{source.stem}.o")) for source in _SOURCES]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        each = [
-            pool.submit(run, "-c", str(source), "-o", into)
-            for source, into in zip(_SOURCES, made, strict=True)
-        ]
-        ran = [one.result() for one in each]
-    failed = (one for one in ran if one.returncode)
-    # By name, as the process has it: the library serves other environments too.
-    linked = [f"{flag}{part}" for path in map(Path, _runtimes())
-              for flag, part in (("-L", path.parent), ("-l:", path.name))]  # fmt: skip
-    return next(failed, None) or run(*made, "-shared", "-o", str(target), *linked)
-
-
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=_SEAL).digest()
-
-
-def whole(path: Path) -> bytes | None:
-    """What was kept there; None where nothing was, or it is not as it was written: loading a cut
-    library would end the process."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    own, seal = content[:-_SEAL], content[-_SEAL:]
-    return own if seal == _digest(own) else None
+    return Passes(libraries)

@@ -5,7 +5,7 @@
 // beside it. Tokens of one sequence that follow one another share what is read. Here keys lie across
 // a vector and not queries: a step of serving may have a single one.
 //
-// Storage of queries and results is float32 or bfloat16 (dtype 0 or 1), of keys and values that or
+// Storage of queries and results is float32 or bfloat16, as this is compiled, of keys and values that or
 // codes with a scale for each token and head. A value may be the first numbers of its key, and heads
 // may have any size.
 
@@ -678,18 +678,15 @@ void attend(int form, const Pages& p, const void* queries, const Lying& k, const
 extern "C" {
 
 // Keys or values (tokens, groups, size) to the rooms of pages that `where` says.
-void outsize_pages_put(int dtype, int form, const void* x, void* data, void* scales,
-                       const int64_t* where, int64_t tokens, int64_t groups, int64_t size) {
-    if (dtype == 0)
-        put(form, static_cast<const float*>(x), data, scales, where, tokens, groups, size);
-    else
-        put(form, static_cast<const bfloat16*>(x), data, scales, where, tokens, groups, size);
+void outsize_pages_put(int form, const void* x, void* data, void* scales, const int64_t* where,
+                       int64_t tokens, int64_t groups, int64_t size) {
+    put(form, static_cast<const Number*>(x), data, scales, where, tokens, groups, size);
 }
 
 // form: of keys and values; scales: of codes, or null. sizes: tokens of a page, heads, groups, key
 // and value sizes, window, numbers of a head where its values lie. softcap 0: none. index: the share of one
 // of `threads`, which share `joint`, or -1.
-void outsize_pages_attend(int dtype, int form, const void* q, const void* keys,
+void outsize_pages_attend(int form, const void* q, const void* keys,
                           const void* key_scales, const void* values, const void* value_scales,
                           void* out, const int64_t* tables, const int64_t* begins, const int64_t* positions,
                           const int64_t* sizes, int64_t tokens, float scale, float softcap,
@@ -698,9 +695,7 @@ void outsize_pages_attend(int dtype, int form, const void* q, const void* keys,
                   sizes[3], sizes[4], sizes[5],  scale,    Cap(softcap)};
     const Lying k{keys, key_scales, p.groups, p.key, p.key};
     const Lying v{values, value_scales, p.groups, p.value, sizes[6]};
-    const Team team(threads, index);
-    auto* call = dtype == 0 ? attend<float> : attend<bfloat16>;
-    call(form, p, q, k, v, out, tokens, team, static_cast<Joint*>(joint));
+    attend<Number>(form, p, q, k, v, out, tokens, Team(threads, index), static_cast<Joint*>(joint));
 }
 
 }  // extern "C"

@@ -100,9 +100,9 @@ class Pool:
         real = not isinstance(x_TGK, FakeTensor)
         if real and x_TGK.dtype is self.dtype and native.fits(x_TGK):
             scales = None if self.scales is None else self.scales.data_ptr()
-            native.loaded().outsize_pages_put(
-                *(native.CODES[x_TGK.dtype], self.form.number, x_TGK.data_ptr()),
-                *(self.data.data_ptr(), scales, where_T.data_ptr(), *x_TGK.shape),
+            native.serving(x_TGK.dtype).outsize_pages_put(
+                *(self.form.number, x_TGK.data_ptr(), self.data.data_ptr(), scales),
+                *(where_T.data_ptr(), *x_TGK.shape),
             )
         else:
             self.plain_put(where_T, x_TGK)
@@ -185,8 +185,8 @@ def attend(
     window = EVERY if window is None else window
     sizes = native.numbers((keys.page, heads, keys.groups, size, values.size, window, values.row))
     held = (x for one in (keys, values) for x in (one.data, one.scales))
-    native.loaded().outsize_pages_attend(
-        *(native.CODES[q_THK.dtype], keys.form.number, q_THK.data_ptr()),
+    native.serving(q_THK.dtype).outsize_pages_attend(
+        *(keys.form.number, q_THK.data_ptr()),
         *(None if x is None else x.data_ptr() for x in held),
         *(o_THW.data_ptr(), *map(_address, (seen.tables, seen.begins, seen.positions))),
         *(sizes, tokens, scale, softcap or 0.0, native.threads(), -1, None),

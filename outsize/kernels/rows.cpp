@@ -2,7 +2,7 @@
 //
 // Every number is summed in an order of its own that depends on the token alone: not on how many
 // others are computed beside it, nor on the number of threads. So a request gets the same bits
-// whatever the batch. Storage is float32 or bfloat16 (dtype 0 or 1), sums are float32.
+// whatever the batch. Storage is float32 or bfloat16, as this is compiled, sums are float32.
 
 #include <algorithm>
 #include <cmath>
@@ -412,15 +412,11 @@ void any(const void* x, const Matrix& w, void* y, int64_t tokens, Team threads) 
 extern "C" {
 
 // y (tokens, outputs) = x (tokens, inner) w (outputs, inner)^T + bias (outputs) or null; all but
-// codes are of one dtype. index: the share of one of `threads`, or -1.
-void outsize_rows_product(int dtype, const void* x, const Matrix* w, void* y, int64_t tokens,
-                          int threads, int index) {
-    const Team team(threads, index);
-    if (w->eights) return outsize_eights_product(dtype, x, w, y, tokens, threads, index);
-    if (dtype == 0)
-        any<float>(x, *w, y, tokens, team);
-    else
-        any<bfloat16>(x, *w, y, tokens, team);
+// codes are of type Number. index: the share of one of `threads`, or -1.
+void outsize_rows_product(const void* x, const Matrix* w, void* y, int64_t tokens, int threads,
+                          int index) {
+    if (w->eights) return outsize_eights_product(DTYPE, x, w, y, tokens, threads, index);
+    any<Number>(x, *w, y, tokens, Team(threads, index));
 }
 
 }  // extern "C"

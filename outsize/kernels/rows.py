@@ -182,9 +182,8 @@ def by_codes(
 
 def _multiply(x: Tensor, weight: Matrix, y: Tensor) -> None:
     tokens = y.numel() // weight.outputs if weight.outputs else 0
-    native.loaded().outsize_rows_product(
-        *(native.CODES[x.dtype], x.data_ptr(), weight.address, y.data_ptr(), tokens),
-        *(native.threads(), -1),
+    native.serving(x.dtype).outsize_rows_product(
+        x.data_ptr(), weight.address, y.data_ptr(), tokens, native.threads(), -1
     )
 
 

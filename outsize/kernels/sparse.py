@@ -9,12 +9,11 @@ N elements, B = ceil(N / 64) words of the bitmap, G groups, Z non-zeros.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from outsize.kernels import native
+from outsize.kernels.native import Passes
 
 WORD = 64  # elements of a word of the bitmap
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -90,7 +89,7 @@ def plain_unpack(bitmap_B: Tensor, values_Z: Tensor, out_N: Tensor) -> bool:
     return True
 
 
-def _library(*tensors: Tensor) -> ctypes.CDLL | None:
+def _library(*tensors: Tensor) -> Passes | None:
     """The passes, for tensors that lie one element behind another on the CPU."""
     if any(x.device.type != "cpu" or not x.is_contiguous() for x in tensors):
         return None

@@ -25,4 +25,18 @@ inline bfloat16 narrow<bfloat16>(float x) {
     return {std::uint16_t((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded)};
 }
 
+#ifdef OUTSIZE_DTYPE
+// What a library of one dtype reads and writes; DTYPE: its number, for passes that take either.
+constexpr int DTYPE = OUTSIZE_DTYPE;
+template <int>
+struct Numbered {
+    typedef float type;
+};
+template <>
+struct Numbered<1> {
+    typedef bfloat16 type;
+};
+typedef Numbered<DTYPE>::type Number;
+#endif
+
 }  // namespace outsize

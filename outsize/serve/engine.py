@@ -22,7 +22,7 @@ from torch import Tensor
 from outsize.decode.generate import Draw, check_request
 from outsize.decode.paged import Part
 from outsize.errors import OutsizeError, counted
-from outsize.kernels import rows
+from outsize.kernels import native, rows
 from outsize.launch.heartbeat import Heartbeat
 from outsize.models.decoder import typed
 from outsize.models.layout import prompted
@@ -84,9 +84,10 @@ class Engine:
         below: Below | None = None,
     ) -> None:
         assert (below is None) == (not room.below), "the room says how many pages may lie below"
+        dtype = model.prologue.tokens.weight.dtype
+        native.ready(dtype)
         self.model, self.room, self.below = model, room, below
         self.steps = Steps(model, room, session, pulse)
-        dtype = model.prologue.tokens.weight.dtype
         left = [one for block in typed(model.blocks) for one in block.mixer.states(dtype)]
         # What a whole sequence leaves is not there for its first tokens alone.
         sharing = all(one.per == "token" for one in left)

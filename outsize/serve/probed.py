@@ -12,7 +12,7 @@ from outsize import accelerator
 from outsize.decode.paged import PagedCache, PagedPast, Part
 from outsize.decode.runs import Run, each_alone, runs_of
 from outsize.hardware.host import gather_huge
-from outsize.kernels import rows
+from outsize.kernels import native, rows
 from outsize.models.decoder import Decoder
 from outsize.models.seams import Context
 from outsize.serve.price import Curve, Price
@@ -38,7 +38,7 @@ def priced(model: Decoder, budget: int, context: int) -> Price:
     stages = range(len(model.blocks) + 2)
 
     def holds(known: Price) -> bool:
-        _gather(model)
+        _ready(model)
         run = runs_of(model) or each_alone
         few = timed(model, stages[1:-1])
         for count, then in known.blocks.points:
@@ -59,7 +59,7 @@ def probed(
     model: Decoder, here: Collection[int], budget: int, context: int, reading: float = 0.0
 ) -> Price:
     """here: stages whose weights are in memory; reading: seconds of the files in every step."""
-    _gather(model)
+    _ready(model)
     last = len(model.blocks) + 1
     every = set(here) & set(range(1, last))
     few = timed(model, every)
@@ -88,8 +88,10 @@ def probed(
     return Price(Curve(tuple(fed)), Curve(tuple(head)), visit, load, reach, reading)
 
 
-def _gather(model: Decoder) -> None:
-    """Its weights come to lie in huge pages, where steps read them a sixth faster."""
+def _ready(model: Decoder) -> None:
+    """Kernels are loaded, and its weights come to lie in huge pages, where steps read them a sixth
+    faster."""
+    native.ready(model.prologue.tokens.weight.dtype)
     # Of a weight that is elsewhere there is one element here, which stands for all.
     here = (x for x in model.parameters() if x.device == HOST and x.is_contiguous())
     gather_huge((x.data_ptr(), x.nbytes) for x in here)

@@ -27,7 +27,7 @@ import torch
 from outsize import accelerator
 from outsize.hardware import host
 from outsize.hardware.probe import user_cache
-from outsize.kernels import native
+from outsize.kernels import building, native
 from outsize.registry import Registry
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ def kept(
     found = find()
     if path is not None:
         with contextlib.suppress(OSError, _Silent):  # then the next start finds it again
-            native.keep(json.dumps(_told(found)).encode(), path)
+            building.keep(json.dumps(_told(found)).encode(), path)
             _prune(path.parent)
     return found
 
@@ -160,7 +160,7 @@ def _told(value: Any) -> Any:
 
 
 def _read(kind: type[T], path: Path) -> T | None:
-    content = native.whole(path)
+    content = building.whole(path)
     if content is None:
         return None
     try:

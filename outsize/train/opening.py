@@ -9,6 +9,7 @@ from rich.console import Console
 
 from outsize.data import SOURCES, Data, Dataset, TrainStream, open_data
 from outsize.errors import counted
+from outsize.kernels import native
 from outsize.launch import WorkerGroup
 from outsize.screen import say, show
 from outsize.techniques import epochs
@@ -59,6 +60,9 @@ def ready_of(
     data = data_of(setup, console, worker_group)
     stream = streamed(setup, data).stream
     setup = _long_enough(setup, stream, at)
+    plan = setup.plan
+    if plan.precision.invariant or (plan.budget is not None and setup.config.sample.tokens):
+        native.ready(plan.precision.compute)  # no compiler needs memory once the budget is used
     with console.status("predicting the time of a step"):
         setup = noted(setup, "rates")
         timed = calibrated(setup, stream, worker_group)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import shutil
 from itertools import accumulate
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from attended import BOUNDS, TILE, dense, errors, made, results, theirs
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from outsize.kernels import attention, native
+from outsize.kernels import attention, building, native
 from outsize.memory import Ledger
 from outsize.models import flash
 from outsize.models.attention import LocalAttend
@@ -137,12 +136,11 @@ def test_fake_tensors_allocate_what_real_ones_do_however_documents_lie(attend):
 
 
 @pytest.mark.parametrize("flags", [(), pytest.param(("-mavx2", "-mfma"), marks=pytest.mark.skipif(
-    not X86 or "avx2" not in native._cpu(), reason="not a processor with AVX2"))])  # fmt: skip
+    not X86 or "avx2" not in building.processor(), reason="no AVX2"))])  # fmt: skip
 def test_other_vectors_give_the_same_numbers(flags, tmp_path, monkeypatch):
-    monkeypatch.setattr(native, "_TUNED", {platform.machine(): flags})
-    monkeypatch.setattr(native, "_SOURCES", (Path(native.__file__).with_name("attention64.cpp"),))
-    passes = {n: said for n, said in native._SIGNATURES.items() if n.startswith("float64")}
-    monkeypatch.setattr(native, "_SIGNATURES", passes)
+    monkeypatch.setattr(building, "_TUNED", {platform.machine(): flags})
+    only = {**native._LIBRARIES, "passes": building.Library(("normal",))}  # which is not called
+    monkeypatch.setattr(native, "_LIBRARIES", only)
     other = native.load(COMPILER, tmp_path)
     assert other is not None
     monkeypatch.setattr(native, "library", lambda: other)

@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from outsize.errors import OutsizeError
-from outsize.kernels import accumulate, gate, loss, native, norm, rope
+from outsize.kernels import accumulate, building, gate, loss, native, norm, rope
 from outsize.kernels.entropy import greatest
 from outsize.kernels.loss import Head, Targets, chunked_loss
 from outsize.memory import Ledger
@@ -39,9 +39,8 @@ def cache() -> Path:
 @pytest.fixture
 def quick_build(monkeypatch) -> None:
     """How a build is kept does not depend on what is built: one source, not optimised."""
-    monkeypatch.setattr(native, "_FLAGS", ("-O0", *(f for f in native._FLAGS if f != "-O3")))
-    monkeypatch.setattr(native, "_SOURCES", (Path(native.__file__).with_name("normal.cpp"),))
-    monkeypatch.setattr(native, "_SIGNATURES", {"normal": native._SIGNATURES["normal"]})
+    monkeypatch.setattr(building, "_FLAGS", ("-O0", *(f for f in building._FLAGS if f != "-O3")))
+    monkeypatch.setattr(native, "_LIBRARIES", {"passes": building.Library(("normal",))})
 
 
 @pytest.fixture(autouse=True)
@@ -310,13 +309,13 @@ def test_a_damaged_cache_is_built_again(tmp_path):
     for damage in (b"", whole[: len(whole) // 2], whole[:5000] + b"?" + whole[5001:]):
         kept.unlink()  # this process has the file that was there
         kept.write_bytes(damage)
-        assert native.whole(kept) is None
+        assert building.whole(kept) is None
     assert native.load(COMPILER, tmp_path) is not None
-    assert native.whole(kept) is not None and sorted(tmp_path.iterdir()) == [kept]
+    assert building.whole(kept) is not None and sorted(tmp_path.iterdir()) == [kept]
 
 
 def test_a_kept_library_needs_no_build(cache, monkeypatch):
-    monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(building, "_compile", lambda *_: pytest.fail("built again"))
     assert native.load(COMPILER, cache) is not None
 
 
@@ -332,7 +331,29 @@ def test_builds_at_once_do_not_meet(tmp_path):
         both = [pool.submit(native.load, COMPILER, tmp_path) for _ in range(2)]
     assert all(future.result() is not None for future in both)
     (kept,) = tmp_path.iterdir()
-    assert native.whole(kept) is not None
+    assert building.whole(kept) is not None
+
+
+@pytest.mark.usefixtures("quick_build")
+def test_a_library_is_built_when_it_is_asked_for(tmp_path, monkeypatch):
+    libraries = {
+        "passes": building.Library(("normal",)),
+        "shared": building.Library(("sparse",), needs=("passes",)),
+    }
+    monkeypatch.setattr(native, "_LIBRARIES", libraries)
+    found = native.load(COMPILER, tmp_path)
+    (first,) = tmp_path.iterdir()
+    monkeypatch.setattr(native, "library", lambda: found)
+    with monkeypatch.context() as patch:
+        patch.setattr(building, "_compile", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        with pytest.raises(
+            OutsizeError, match="'shared' cannot be built as others were: disk full"
+        ):
+            native.ready("shared")
+    native.ready("shared", torch.float64, "nothing of this name")
+    assert len(set(tmp_path.iterdir()) - {first}) == 1
+    libraries["shared"] = building.Library(("sparse", "normal"))  # what else it holds, by its name
+    assert not building.Libraries(libraries, COMPILER, tmp_path)._kept("shared")
 
 
 @pytest.mark.usefixtures("quick_build")
@@ -342,13 +363,13 @@ def test_a_library_serves_other_environments(tmp_path, monkeypatch):
     assert native.load(COMPILER, tmp_path / "kernels") is not None
     (kept,) = (tmp_path / "kernels").iterdir()
     assert str(package).encode() not in kept.read_bytes()
-    for path in native._runtimes():
+    for path in building.runtimes():
         there = tmp_path / Path(path).relative_to(package.parent)
         there.parent.mkdir(parents=True)
         shutil.copy(path, there)
     with monkeypatch.context() as patch:  # not while the test's end looks for the runtime
         patch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
-        patch.delattr(native, "_compile")
+        patch.delattr(building, "_compile")
         assert native.load(COMPILER, tmp_path / "kernels") is not None
 
 

@@ -18,7 +18,7 @@ from outsize.collectives import Mesh
 from outsize.decode.generate import Request
 from outsize.decode.samplers import Sampling
 from outsize.hardware import catalogue
-from outsize.kernels import native, product
+from outsize.kernels import building, native, product
 from outsize.models.build import build
 from outsize.models.families import parse
 from outsize.optim import AdamW
@@ -111,7 +111,7 @@ def test_a_damaged_file_and_one_of_foreign_classes_are_found_anew(folder, held) 
         ["made", "outsize.decode.samplers.Sampling", 1.0, 1, 1.0, 0.0, 0], ["dtype", "load"],
     )  # fmt: skip
     for other in foreign:
-        native.keep(json.dumps(other).encode(), path)
+        building.keep(json.dumps(other).encode(), path)
         assert kept(Needs, held, lambda: FOUND) == FOUND
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import ctypes
 
-from outsize.kernels import native
+from outsize.kernels import building
 
 SOFT = 1  # omp_pause_soft: what was set stays
 
 
 def let_threads_go() -> None:
     """End those of the calling thread; the next region makes new ones."""
-    for path in native._runtimes():
+    for path in building.runtimes():
         assert ctypes.CDLL(path).omp_pause_resource_all(SOFT) == 0
