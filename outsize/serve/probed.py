@@ -3,6 +3,7 @@ memory, as the engine plays them: over pages, each token alone."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection
 
@@ -29,24 +30,30 @@ _PAGE = 16
 _LOOKED = (1, 16)  # tokens of a step that are timed again at a later start
 _BUSY = 2.0  # times this thread's processor time, beyond which others have it
 _SAME = 0.25  # of its seconds, within which a step takes what it took
+_SCATTERED = 1.2  # of its seconds, what a step takes more at most before weights lie in huge pages
 
 
 @torch.no_grad()
 def priced(model: Decoder, budget: int, context: int) -> Price:
     """Of a model that is in memory as a whole: what an earlier start has found, where steps of few
-    tokens take now what they took then, or else as `probed` finds it."""
+    tokens take now what they took then, or else as `probed` finds it.
+
+    A later start does not wait for huge pages, which take 3 s a GiB in a guest: weights come to lie
+    there while it goes on.
+    """
     stages = range(len(model.blocks) + 2)
 
     def holds(known: Price) -> bool:
-        _ready(model)
+        native.ready(model.prologue.tokens.weight.dtype)
         run = runs_of(model) or each_alone
         few = timed(model, stages[1:-1])
         for count, then in known.blocks.points:
             blocks = few if model.config.rewired or then > _LONG else stages[1:-1]
             if count in _LOOKED:
                 now = _through(model, blocks, 0, count, run).whole(model, stages[1:-1])
-                if abs(now - then) > _SAME * then:
+                if not (1 - _SAME) * then <= now <= (1 + _SAME) * _SCATTERED * then:
                     return False
+        threading.Thread(target=gather_huge, args=(_spans(model),), daemon=True).start()
         return True
 
     with rows.alone():
@@ -59,7 +66,8 @@ def probed(
     model: Decoder, here: Collection[int], budget: int, context: int, reading: float = 0.0
 ) -> Price:
     """here: stages whose weights are in memory; reading: seconds of the files in every step."""
-    _ready(model)
+    native.ready(model.prologue.tokens.weight.dtype)
+    gather_huge(_spans(model))  # where steps read them a sixth faster
     last = len(model.blocks) + 1
     every = set(here) & set(range(1, last))
     few = timed(model, every)
@@ -88,13 +96,11 @@ def probed(
     return Price(Curve(tuple(fed)), Curve(tuple(head)), visit, load, reach, reading)
 
 
-def _ready(model: Decoder) -> None:
-    """Kernels are loaded, and its weights come to lie in huge pages, where steps read them a sixth
-    faster."""
-    native.ready(model.prologue.tokens.weight.dtype)
+def _spans(model: Decoder) -> list[tuple[int, int]]:
+    """The address and bytes of each weight that is here."""
     # Of a weight that is elsewhere there is one element here, which stands for all.
     here = (x for x in model.parameters() if x.device == HOST and x.is_contiguous())
-    gather_huge((x.data_ptr(), x.nbytes) for x in here)
+    return [(x.data_ptr(), x.nbytes) for x in here]
 
 
 def _through(model: Decoder, blocks: Collection[int], start: int, tokens: int, run: Run) -> Pace:
