@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from piped import SEGMENTS, check, model, near, numbers, one, piped
+from piped import check, model, near, numbers, one, piped
 from plain import batches
 from streamed import resting, small, snapshot
 from subjects import CONFIGS, SEQUENCE, VOCAB, config_of
@@ -32,22 +32,21 @@ def turns(cases):
     return [(each, 1 + index % 2) for index, each in enumerate(cases)]
 
 
+SEGMENTS = 5
 SMOOTH = LossOptions(0.1, 1e-2)
 # Embeddings narrower than the model, projected in and out; and logits with a factor and a cap.
 OPT = parse({
-    "model_type": "opt", "vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 6,
+    "model_type": "opt", "vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 3,
     "num_attention_heads": 4, "ffn_dim": 40, "max_position_embeddings": 32,
     "word_embed_proj_dim": 10, "tie_word_embeddings": True,
 })  # fmt: skip
-SCALED = replace(
-    config_of("llama, untied", num_hidden_layers=6), logit_scale=0.3, logit_softcap=2.0
-)
+SCALED = replace(config_of("llama, untied"), logit_scale=0.3, logit_softcap=2.0)
 
 
-def cut(schedule: str, variant: int, devices: int = 2, microbatches: int = 4, **changes) -> Plan:
+def cut(schedule: str, variant: int, devices: int = 2, microbatches: int = 3, **changes) -> Plan:
     """A plan that cuts the vocabulary; its 53 tokens are odd for any number of workers here."""
     said = Pipelined(schedule, changes.pop("cuts", ()), vocabulary=variant)
-    return piped(schedule, devices, microbatches, pipeline=said, **changes)
+    return piped(schedule, devices, microbatches, pipeline=said, segments=SEGMENTS, **changes)
 
 
 FAMILIES = {"untied": "llama, untied", "opt": OPT, "scaled": SCALED}
@@ -66,22 +65,23 @@ def test_smoothing_and_the_square_of_the_sum_alone(variant, options):
 
 @pytest.mark.parametrize(("devices", "variant"), [(3, 2)])
 def test_workers_that_have_uneven_rows(variant, devices):
-    check(cut("1f1b", variant, devices, 2 * devices), steps=1)
+    check(cut("1f1b", variant, devices, 4), steps=1)
 
 
 def test_rows_of_a_tier_of_hybrid_shards():
-    check(cut("1f1b", 2, mesh=Mesh(4, 1, 2), shards=replace(zero(1, 4), parameters=2, gradients=2)))
+    shards = replace(zero(1, 4), parameters=2, gradients=2)
+    check(cut("1f1b", 2, 2, 2, mesh=Mesh(4, 1, 2), shards=shards), steps=1)
 
 
 WAYS = {
-    "ends with blocks": {"stages": (Stage(0, 3), Stage(3, 5), Stage(5, 8))},
-    "ends with blocks, split": {"stages": (Stage(0, 4), Stage(4, 8)), "split_backward": True},
-    "uneven": {"cuts": (6,)},
+    "ends with blocks": {"stages": (Stage(0, 2), Stage(2, 3), Stage(3, 5))},
+    "ends with blocks, split": {"stages": (Stage(0, 3), Stage(3, 5)), "split_backward": True},
+    "uneven": {"cuts": (4,)},
     "the embedding alone": {"cuts": (1,)},
     "logits in chunks": {"loss_chunk": 7},
-    "logits in other chunks": {"loss_chunk": 7, "microbatches": 4},
+    "logits in other chunks": {"loss_chunk": 7, "microbatches": 2},
     "rows in chunks": {
-        "sequence_chunk": 4,
+        "sequence_chunk": 8,
         "stages": per_segment(SEGMENTS, ("block",)),
         "microbatches": 2,
     },
@@ -90,16 +90,16 @@ WAYS = {
 
 @pytest.mark.parametrize(("changes", "variant"), turns(WAYS.values()), ids=WAYS)
 def test_with_the_rest_of_a_plan(changes, variant):
-    check(cut("1f1b", variant, **{"microbatches": 5, **changes}), steps=1)
+    check(cut("1f1b", variant, **changes), steps=1)
 
 
 @BOTH
 def test_microbatches_without_targets(variant):
     """The first, one between and the last: nothing is learned from them, nothing is infinite."""
-    plan = cut("1f1b", variant, microbatches=5)
+    plan = cut("1f1b", variant, microbatches=4)
     data = batches(1, plan.rows, SEQUENCE, VOCAB)
     for batch in data:
-        for m in (0, 2):
+        for m in (0, 2, 3):
             batch.targets_BS[slice(*plan.rows_of(m))] = -100
     check(plan, "gemma2", options=SMOOTH, data=data)
 
@@ -116,12 +116,12 @@ TIERS = {
 def test_states_below_the_device(tiers, schedule, variant, family, monkeypatch):
     """A first stage that has nothing but the embedding gives what comes to it as it is."""
     small(monkeypatch)
-    check(resting(cut(schedule, variant), **tiers), family)
+    check(resting(cut(schedule, variant), **tiers), family, steps=1 + ("optimizer" in tiers))
 
 
 def job_of(world: World, plan: Plan, family: str = "gpt2") -> Job:
     """A worker's job."""
-    mine = model(family)
+    mine = model(family, segments=SEGMENTS)
     cuts = divide(mine, world, plan)
     return Job(
         NativeFlow(mine, plan), plan, Recipe(AdamW(weight_decay=0.1), 0.5), Here(world), cuts=cuts
@@ -131,16 +131,17 @@ def job_of(world: World, plan: Plan, family: str = "gpt2") -> Job:
 @BOTH
 def test_a_single_microbatch(variant):
     plan = replace(cut("1f1b", variant, microbatches=1), rows=2)
-    check(plan)
+    check(plan, steps=1)
 
 
 @BOTH
 def test_states_go_on_under_other_plans(variant):
     """A step on three workers, one on two with the other variant, one alone: all of one worker."""
-    plans = [cut("1f1b", variant, 3, 6), cut("zb-h1", 3 - variant, 2, 6)]
+    plans = [cut("1f1b", variant, 3), cut("zb-h1", 3 - variant)]
     plans.append(one(plans[0]))
     data = batches(3, plans[0].rows, SEQUENCE, VOCAB)
-    alone = Job(NativeFlow(model("gpt2"), plans[2]), plans[2], Recipe(AdamW(weight_decay=0.1), 0.5))
+    whole = NativeFlow(model("gpt2", segments=SEGMENTS), plans[2])
+    alone = Job(whole, plans[2], Recipe(AdamW(weight_decay=0.1), 0.5))
     wanted, saved = [], None
     for batch in data:
         alone.step(batch, 1e-2)
@@ -190,16 +191,15 @@ def test_half_precision_is_the_same_run_to_run(variant):
     assert all(torch.equal(w, second[1][name]) for name, w in first[1].items())
     assert all(torch.equal(s, second[2][name]) for name, s in first[2].items())
     alone = one(plan)
-    job = Job(
-        NativeFlow(model("llama, untied"), alone), alone, Recipe(AdamW(weight_decay=0.1), 0.5)
-    )
+    whole = NativeFlow(model("llama, untied", segments=SEGMENTS), alone)
+    job = Job(whole, alone, Recipe(AdamW(weight_decay=0.1), 0.5))
     wanted = numbers(job, alone, data)
     assert first[0][0] == pytest.approx(wanted[0][0], rel=2e-3)
 
 
 def test_each_worker_holds_its_rows_alone():
     """And, of what it does not compute with, no memory."""
-    plan = cut("1f1b", 1, 4, 8)
+    plan = cut("1f1b", 1, 4, 4)
 
     def run(world: World):
         job = job_of(world, plan, "llama, untied")
@@ -210,7 +210,7 @@ def test_each_worker_holds_its_rows_alone():
         job.close()
         return found
 
-    whole = sum(p.numel() for p in model("llama, untied").parameters())
+    whole = sum(p.numel() for p in model("llama, untied", segments=SEGMENTS).parameters())
     results = play(plan.mesh, run)
     assert sum(sum(tables) for tables, _ in results) == whole
     for name in ("prologue.tokens.weight", "epilogue.head.weight"):
@@ -231,7 +231,7 @@ def test_a_target_that_is_no_token_ends_the_step():
 )
 def test_tables_that_a_tensor_axis_has_cut(changes, variant, family):
     """Each of its workers' rows are shared out again."""
-    plan = cut("1f1b", variant, mesh=Mesh(1, 2, 2), **changes)
+    plan = cut("1f1b", variant, 2, 2, mesh=Mesh(1, 2, 2), **changes)
     check(plan, family, options=SMOOTH, steps=1)
 
 
@@ -239,33 +239,34 @@ FROZEN = {
     "the embedding": lambda name, _: "prologue.tokens" in name,
     "the head": lambda name, _: "head" in name,
     "both": lambda name, _: "head" in name or "prologue" in name,
-    "the first stages": lambda name, _: "prologue" in name or ".0." in name or ".1." in name,
-    "all but the last block": lambda name, _: ".5." not in name,
+    "the first stages": lambda name, _: "prologue" in name or ".0." in name,
+    "all but the last block": lambda name, _: ".2." not in name,
 }
 
 
 @pytest.mark.parametrize(("frozen", "variant"), turns(FROZEN.values()), ids=FROZEN)
 def test_frozen_tables(frozen, variant):
-    check(cut("1f1b", variant), "llama, untied", frozen=frozen)
+    check(cut("1f1b", variant), "llama, untied", frozen=frozen, steps=1)
 
 
 def test_frozen_tables_that_are_cut_twice():
     """Tied; logits in chunks."""
-    plan = cut("zb-h1", 1, mesh=Mesh(1, 2, 2), sequence_parallel=True, loss_chunk=5)
+    plan = cut("zb-h1", 1, 2, 2, mesh=Mesh(1, 2, 2), sequence_parallel=True, loss_chunk=9)
     check(plan, "llama", frozen=FROZEN["both"], steps=1)
 
 
 @BOTH
 def test_what_else_is_frozen(variant):
     frozen = lambda name, _: ".2." in name or "norm" in name or ".0." in name  # noqa: E731
-    check(cut("zb-h1", variant), "llama, untied", frozen=frozen)
+    check(cut("zb-h1", variant), "llama, untied", frozen=frozen, steps=1)
 
 
 def test_whole_tables_are_refused_in_a_line():
     plan = cut("1f1b", 1)
 
     def run(world: World):
-        Job(NativeFlow(model("llama, untied"), plan), plan, Recipe(AdamW()), Here(world))
+        mine = model("llama, untied", segments=SEGMENTS)
+        Job(NativeFlow(mine, plan), plan, Recipe(AdamW()), Here(world))
 
     said = "whole, while pipeline.vocabulary is 1; cut it with outsize.parallel.divide"
     with pytest.raises(OutsizeError, match=said) as caught:
@@ -277,7 +278,7 @@ def test_rows_that_nobody_has_handed_over_are_refused():
     plan = cut("1f1b", 1)
 
     def run(world: World):
-        mine = model("llama, untied")
+        mine = model("llama, untied", segments=SEGMENTS)
         divide(mine, world, plan)
         Job(NativeFlow(mine, plan), plan, Recipe(AdamW()), Here(world))
 
@@ -292,7 +293,7 @@ def test_adopted_modules_are_refused():
 
 
 def test_fewer_tokens_than_workers_are_refused():
-    few = parse({**CONFIGS["llama"], "num_hidden_layers": 6, "vocab_size": 3})
-    plan = cut("1f1b", 1, 4, 8)
+    few = parse({**CONFIGS["llama"], "vocab_size": 3})
+    plan = cut("1f1b", 1, 4, 4)
     with pytest.raises(OutsizeError, match="cuts 3 tokens over 4 workers"):
         check(plan, few, data=batches(1, plan.rows, SEQUENCE, 3))

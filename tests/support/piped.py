@@ -28,17 +28,16 @@ from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
 
 LAYERS, SEGMENTS = 6, 8
-DEPTH = {"gpt2": {"n_layer": LAYERS}}
 Numbers = tuple[list[Any], dict[str, Tensor], dict[str, Tensor]]
 _ALONE: dict[Any, Numbers] = {}
 
 
 def piped(schedule: str, devices: int = 2, microbatches: int = 4, **changes: Any) -> Plan:
     """So many microbatches of two rows, the last of one row, on every worker of a data axis."""
-    mesh = changes.pop("mesh", Mesh(pipeline=devices))
+    mesh, segments = changes.pop("mesh", Mesh(pipeline=devices)), changes.pop("segments", SEGMENTS)
     rows = (2 * microbatches - 1) * mesh.data
-    changes = {"stages": per_segment(SEGMENTS), "pipeline": Pipelined(schedule), **changes}
-    return plan_of("float64", segments=SEGMENTS, rows=rows, microbatch_rows=2, mesh=mesh, **changes)
+    changes = {"stages": per_segment(segments), "pipeline": Pipelined(schedule), **changes}
+    return plan_of("float64", segments=segments, rows=rows, microbatch_rows=2, mesh=mesh, **changes)
 
 
 def numbers(job: Job, plan: Plan, data: list[Batch]) -> Numbers:
@@ -53,12 +52,16 @@ def numbers(job: Job, plan: Plan, data: list[Batch]) -> Numbers:
     return found, *snapshot(job)
 
 
-def model(family: str | DecoderConfig, frozen: Callable[[str, Any], bool] | None = None) -> Decoder:
-    """A decoder of a family, six layers deep, or of a configuration."""
+def model(
+    family: str | DecoderConfig,
+    frozen: Callable[[str, Any], bool] | None = None,
+    segments: int = SEGMENTS,
+) -> Decoder:
+    """A decoder of a family, a layer for each segment between the ends, or of a configuration."""
     if isinstance(family, DecoderConfig):
         return build(family, seed=1, dtype=torch.float64)
-    depth = DEPTH.get(family, {"num_hidden_layers": LAYERS})
-    made: Decoder = model_of(family, "float64", frozen, **depth)
+    depth = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    made: Decoder = model_of(family, "float64", frozen, **{depth: segments - 2})
     return made
 
 
@@ -84,17 +87,17 @@ def check(
     """The workers of a plan against one worker with the same rows: losses, norms, an evaluation,
     weights and states."""
     optimizer = optimizer or AdamW(weight_decay=0.1)
-    said = (plan.rows, repr(family), repr(optimizer), clip, options, steps)
+    said = (plan.rows, plan.segments, repr(family), repr(optimizer), clip, options, steps)
     key = None if data or frozen else said
     data = data or batches(steps, plan.rows, SEQUENCE, VOCAB)
     if key not in _ALONE:  # one worker's numbers do not depend on how the others share the work
         alone = one(plan)
-        whole = NativeFlow(model(family, frozen), alone, options)
+        whole = NativeFlow(model(family, frozen, plan.segments), alone, options)
         _ALONE[key] = numbers(Job(whole, alone, Recipe(optimizer, clip)), alone, data)
     wanted = _ALONE[key] if key else _ALONE.pop(key)
 
     def run(world: World) -> Numbers:
-        mine = model(family, frozen)
+        mine = model(family, frozen, plan.segments)
         cuts = divide(mine, world, plan)
         with memory() as made:
             job = Job(
