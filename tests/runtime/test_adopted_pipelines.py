@@ -22,9 +22,9 @@ from outsize.runtime.adopted.flow import reach_of
 from outsize.runtime.recipe import Here, Recipe
 from outsize.train.prepared.batches import cut
 
-ROWS, STEPS = 7, 2  # four microbatches of two rows, the last one of one
+ROWS, STEPS = 7, 1  # four microbatches of two rows, the last one of one
 MODELS = {
-    "chain": (Chain, 6), "tied": (Chain, 6, True), "pairs": (Pairs,), "skips": (Skips,),
+    "chain": (Chain, 4), "tied": (Chain, 4, True), "pairs": (Pairs,), "skips": (Skips,),
     "encoder-decoder": (EncoderDecoder,),
 }  # fmt: skip
 

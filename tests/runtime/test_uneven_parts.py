@@ -26,7 +26,7 @@ from outsize.schedule import Lane
 from outsize.search import PlanRequest
 from outsize.search.request import facts_of_model
 
-STEPS = 3
+STEPS = 2
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,7 @@ def worker(plan: Plan, optimizer, data):
     return run
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize(("name", "stage"), [("muon", 1), ("adamw", 2), ("muon", 3)])
 def test_some_workers_have_fewer_parts(name, stage, monkeypatch):
     """Muon's shares are whole matrices: not as many on each worker."""
     small(monkeypatch, 64)
