@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import piped
 import pytest
 import torch
 from many import generate_many
-from piped import SEGMENTS, model
 from plain import batches
 from streamed import memory, plan_of, resting
 from subjects import SEQUENCE, VOCAB
@@ -23,6 +23,7 @@ from outsize.decode.generate import PREFILL_TOKENS, Request
 from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError
 from outsize.memory import Ledger, OverBudget
+from outsize.models.decoder import Decoder
 from outsize.optim import AdamW
 from outsize.parallel.divide import divide
 from outsize.parallel.execution import execution_of
@@ -38,10 +39,16 @@ from outsize.schedule.action import WHOLE, Action
 from outsize.schedule.programs import generate
 from outsize.simulate.tokens import needs, resident
 
+SEGMENTS = 6
 PROMPTS = ((5, 17, 2, 44, 9, 30, 8), (3,), tuple(range(12)))
 SAMPLINGS = (Sampling(0.9, 20, 0.9, seed=1), Sampling(), Sampling(1.2, seed=3))
 NEW = 4
 PARAMETERS = {"parameters": "disk"}
+
+
+def model(family: str) -> Decoder:
+    """A decoder of as many layers as these plans have stages between the ends."""
+    return piped.model(family, segments=SEGMENTS)
 
 
 def plan_on(mesh: Mesh, tiers: dict[str, str] | None = None, **changes: Any) -> Plan:
@@ -57,7 +64,7 @@ F1B1 = Pipelined("1f1b")
 PLANS = {
     "one worker": plan_on(Mesh()),
     "from a disk": plan_on(
-        Mesh(), {**PARAMETERS, "gradients": "disk"}, stream=Stream(pool=200_000)
+        Mesh(), {**PARAMETERS, "gradients": "disk"}, stream=Stream(pool=180_000)
     ),
     "all states on a disk": plan_on(
         Mesh(), {**PARAMETERS, "gradients": "disk", "optimizer": "disk"}
@@ -66,13 +73,14 @@ PLANS = {
     "zero 3, shares on a disk": plan_on(
         Mesh(2), {**PARAMETERS, "gradients": "disk", "optimizer": "disk"}, shards=zero(3, 2)
     ),
-    "pipeline, from a disk": plan_on(PIPE, PARAMETERS, pipeline=F1B1),
+    "pipeline, from a disk": plan_on(PIPE, PARAMETERS, pipeline=F1B1, stream=Stream(1)),
     "there and back": plan_on(PIPE, pipeline=Pipelined("zb-v")),
     "two pipelines, shares on a disk": plan_on(
         BOTH,
         {**PARAMETERS, "gradients": "disk", "optimizer": "disk"},
         shards=zero(3, 2),
         pipeline=F1B1,
+        stream=Stream(1),
     ),
     "cut vocabulary": plan_on(
         PIPE, {"optimizer": "host"}, pipeline=Pipelined("1f1b", vocabulary=1)
@@ -317,8 +325,8 @@ def test_a_program_whose_worker_leaves_something_out_is_refused() -> None:
     prove(program)
     for left_out, reason in (
         ((Kind.SAMPLE, WHOLE), "waits for worker 1's SAMPLE 0, which does not come: deadlock"),
-        ((Kind.PREFILL, 7), "comes before the last stage's logits"),
-        ((Kind.RECV, 3), "its input, the output of stage 3, was not produced"),
+        ((Kind.PREFILL, SEGMENTS - 1), "comes before the last stage's logits"),
+        ((Kind.RECV, 2), "its input, the output of stage 2, was not produced"),
     ):
         other = program.worker(1)
         (actions,) = other.workers

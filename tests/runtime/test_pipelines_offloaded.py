@@ -47,7 +47,7 @@ def chosen(plan: Plan, part: float) -> tuple[Plan, tuple[frozenset[int], ...]]:
 
 def ran(plan: Plan):
     """By worker: loss, norm, weights and states; most bytes of activations; stages that left."""
-    data = batches(2, plan.rows, SEQUENCE, VOCAB)
+    data = batches(1, plan.rows, SEQUENCE, VOCAB)
 
     def run(world):
         with memory() as stores:
