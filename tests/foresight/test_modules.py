@@ -124,8 +124,8 @@ def test_states_are_those_of_the_closed_form() -> None:
     assert sum(stages) == count
 
 
-@pytest.mark.parametrize("rows", [1, 16])
-def test_operations_are_those_that_pytorch_counts(rows: int) -> None:
+def test_operations_are_those_that_pytorch_counts() -> None:
+    rows = 3
     model = llama(attn_implementation="eager")
     ids = torch.zeros(rows, TOKENS, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:

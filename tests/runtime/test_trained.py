@@ -112,15 +112,18 @@ def config(patterns=None) -> DecoderConfig:
     return made if patterns is None else only(made, patterns, "train.only")
 
 
-@pytest.mark.parametrize("patterns", [None, ONLY], ids=["all", "some"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "patterns"),
+    [("one worker", None), ("zero 3", ONLY), ("tensor", None), ("tensor", ONLY),
+     ("pipeline", ONLY)],
+)  # fmt: skip
 def test_a_job_is_torch_over_groups(way, patterns, monkeypatch):
     declared(monkeypatch)
     plan = streamed.plan_of("float64", rows=4, microbatch_rows=1, **WAYS[way])
     if way == "zero 3":  # parts of the update end anywhere
         streamed.small(monkeypatch, 64)
         plan = streamed.resting(replace(plan, stream=Stream(part=512)), optimizer="host")
-    data = batches(3, 4, SEQUENCE, VOCAB)
+    data = batches(2, 4, SEQUENCE, VOCAB)
 
     def run(world):
         model = build(config(patterns), seed=1, dtype=torch.float64)
@@ -168,8 +171,9 @@ def test_layers_that_no_gradient_reaches_stand_for_themselves_alone():
     assert len(set(chosen.stands[1:4])) == 3
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("patterns", [ONLY, ("blocks.1.mlp",)], ids=["some", "one"])
+@pytest.mark.parametrize(
+    ("precision", "patterns"), [("bfloat16", ONLY), ("float32", ("blocks.1.mlp",))]
+)
 def test_what_is_predicted_is_what_is_held(precision, patterns):
     named = Precision.named(precision)
     plan = Plan(5, per_segment(5), 4, 2, SEQUENCE, named)
