@@ -34,8 +34,8 @@ TIED, AGAIN = (Chain, 5, True), ("block",)
 @pytest.mark.parametrize(
     ("model", "owners", "recompute"),
     [
-        ((Chain,), THIRDS, ()), (TIED, LOOPED, ()), (TIED, VEE, AGAIN), ((Pairs,), LOOPED, AGAIN),
-        ((Pairs,), VEE, ()), ((EncoderDecoder,), THIRDS, AGAIN), ((EncoderDecoder,), LOOPED, ()),
+        (TIED, LOOPED, ()), (TIED, VEE, AGAIN), ((Pairs,), LOOPED, AGAIN),
+        ((EncoderDecoder,), THIRDS, AGAIN),
     ],
     ids=str,
 )  # fmt: skip
@@ -47,7 +47,6 @@ def test_shared_out(model, owners, recompute):
     ("owners", "sent"),
     [
         ([0, 0, 0, 1, 1, 1, 1, 1], [2]),
-        ([0, 0, 1, 1, 2, 2, 3, 3], [1, 3, 2]),
         ([0, 0, 1, 2, 3, 2, 1, 0], [1, 2, 3, 3, 2, 2]),
         ([0, 0, 1, 0, 1, 0, 1, 1], [1, 2, 3, 3, 2]),
     ],
@@ -58,9 +57,8 @@ def test_skip_connections_are_carried(owners, sent):
     assert workers.sent[::2] == sent
 
 
-@pytest.mark.parametrize("owners", [[0, 0, 1, 1, 2, 2, 3, 3], [0, 0, 1, 2, 0, 1, 2, 2]])
-def test_what_code_changes_in_place_is_sent_as_it_was(owners):
-    check(made(InPlace), tokens(), cross_entropy, owners)
+def test_what_code_changes_in_place_is_sent_as_it_was():
+    check(made(InPlace), tokens(), cross_entropy, [0, 0, 1, 2, 0, 1, 2, 2])
 
 
 def test_stages_of_several_blocks():
