@@ -30,7 +30,7 @@ from outsize.plan import Stream
 from outsize.plan.plan import per_segment
 from outsize.schedule import Kind
 
-DATA = data_of(3)
+DATA = data_of(2)
 PLANS = {
     "layers": ({"order": "layer"}, ALL, {}),
     "behind": ({"order": "layer", "update": "behind", "stages": per_segment(5, ("block",))},
@@ -126,8 +126,10 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("what", ["error", "interrupt"])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("layers", "error"), ("layers", "interrupt"), ("behind", "interrupt"), ("host", "error")],
+)
 def test_a_fault_at_any_operation(name, what, twins):
     """Also in the very first step, where some optimizer states were never written."""
     expected = twin(twins, name)
@@ -145,7 +147,7 @@ def test_a_fault_at_any_operation(name, what, twins):
     if what == "interrupt":
         store.wrong = interrupt
     kinds, rng = set(), random.Random(f"{name} {what}")
-    places = [rng.randint(1, int(total * share)) for share in (0.2, 0.5, 0.8, 0.9, 1)]
+    places = [rng.randint(1, int(total * share)) for share in (0.3, 0.8, 1)]
     for place in (1, *places, int(total * 0.95)):
         before, counts = snapshot(job), job.update_counts()
         store.at = store.operations + place
@@ -197,7 +199,7 @@ def test_faults_while_nothing_is_trained(twins):
     assert expected.differences(trained(job, DATA, ROWS)) == []
 
 
-@pytest.mark.parametrize("share", [0.3, 0.7, 1.0])
+@pytest.mark.parametrize("share", [0.4, 1.0])
 def test_a_budget_that_is_exceeded(share, twins):
     expected = twin(twins, "layers")
     with memory() as stores, memory() as others:
