@@ -324,6 +324,18 @@ def config_of(values: Mapping[str, Any]) -> RunConfig:
     return RunConfig(**made, **plain, techniques=_techniques(values))
 
 
+def had_of(values: Mapping[str, Any], name: str) -> Any:
+    """What a run of these values has of a key: of a technique's own whether it is on, and of a
+    setting of one that is off None."""
+    key = max((k for k in TECHNIQUES.names() if f"{name}.".startswith(f"{k}.")), default="")
+    run, found = config_of(values), leaf(name)
+    on = key in {*run.techniques, run.optimizer.name, *run.plan.approximate}
+    if name == key:
+        return on
+    assert found is not None, "a key that is not known is refused where it is read"
+    return values.get(name, found.default) if on or not key else None
+
+
 def check(name: str, value: Any, source: str) -> None:
     """Refuse a number out of its key's range, a name that its registry does not have. Lists are
     checked where they are used."""

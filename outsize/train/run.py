@@ -49,7 +49,7 @@ from outsize.techniques import callbacks
 from outsize.techniques.callbacks import Running, Told
 from outsize.texts import read_text, write_text
 from outsize.train.base import Base
-from outsize.train.config import may_change, restated
+from outsize.train.config import had_of, may_change, restated
 from outsize.train.derive import warmup_now
 from outsize.train.ending import finish, say_stopped
 from outsize.train.history import corrected, noted
@@ -221,12 +221,14 @@ def _changed(
 ) -> Resolved:
     resolved, changes = recorded, tuple(changes)
     for name, value, origin in changes:
-        if name == "output" or value == recorded.get(name):
+        had = had_of(recorded.values, name)
+        if name == "output" or value == had:
             continue
         if not may_change(name) and not restated(name):
+            had_not = f"out {name.rpartition('.')[0]}" if had is None else f" {had!r}"
             raise OutsizeError(
                 f"{name} is {value!r} ({origin}), but the run in {directory} was started with"
-                f" {recorded.get(name)!r}: set it back, or start a new run in another directory"
+                f"{had_not}: set it back, or start a new run in another directory"
             )
         resolved = resolved.with_value(name, value, origin)
     said = {name for name, _, _ in changes}

@@ -22,6 +22,7 @@ from outsize.cli.main import main
 from outsize.errors import OutsizeError
 from outsize.memory import OverBudget
 from outsize.runtime.loss_scale import LossScale
+from outsize.train.config import had_of
 from outsize.train.loop import Loop
 from outsize.train.metrics import read_metrics
 from outsize.train.model import subject
@@ -239,9 +240,14 @@ def test_going_on_with_other_numbers_is_refused(runs) -> None:
         ("train.sequence=32", "train.sequence is 32"),
         ("train.seed=5", "train.seed is 5"),
         ("precision=bfloat16", "precision is 'bfloat16'"),
+        ("weights=int4", "weights.format is 'int4' .* was started without weights"),
+        ("adapt.dora.rank=16", "adapt.dora.rank is 16 .* was started without adapt.dora"),
     ):
         with pytest.raises(OutsizeError, match=complaint):
             runs.resume(runs.home / "run", "train.steps=4", change)
+    beside = {"adapt.lora.rank": 16, "optimizer.name": "sgd"}
+    assert had_of(beside, "adapt.lora") is True and had_of(beside, "adapt.lora.rank") == 16
+    assert had_of(beside, "adapt.dora") is False and had_of(beside, "sgd.momentum") == 0.9
 
 
 def test_a_run_goes_on_with_another_rate_and_batch_and_says_so(runs) -> None:
