@@ -32,11 +32,17 @@ def refuse_idle(patterns: Iterable[str], names: Iterable[str], key: str) -> None
     every = tuple(names)
     for pattern in patterns:
         if not any(matches(name, pattern) for name in every):
-            owners = dict.fromkeys(name.rpartition(".")[0] for name in every)
+            owners = dict.fromkeys(_of_each(name.rpartition(".")[0]) for name in every)
             raise OutsizeError(
                 f"{key}: {pattern!r} names no parameter that is trained"
                 f"{nearest(pattern, tuple(owners))}; expected a pattern of names as {every[0]}"
             )
+
+
+def _of_each(name: str) -> str:
+    """The pattern of a module of each block, from the name of one: blocks.*.mlp."""
+    first, *others = name.split(".")
+    return ".".join([first, *("*" if one.isdigit() else one for one in others)])
 
 
 def rate_of(name: str, rates: Mapping[str, float]) -> float:

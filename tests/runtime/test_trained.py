@@ -264,8 +264,11 @@ def test_what_does_not_go_with_rates(monkeypatch):
 
 
 def test_the_nearest_name_is_said():
-    with pytest.raises(OutsizeError, match=r"did you mean 'blocks\.0\.mlp'"):
-        refuse_idle(("blocks.0.mlpp",), ("blocks.0.mlp.weight", "a.b"), "x")
+    names = ("blocks.0.mlp.weight", "blocks.1.mlp.weight", "a.b")
+    with pytest.raises(OutsizeError, match=r"did you mean 'blocks\.\*\.mlp'"):
+        refuse_idle(("blocks.0.mlpp",), names, "x")
+    with pytest.raises(OutsizeError, match=r"known: a, blocks\.\*\.mlp; expected"):
+        refuse_idle(("zz",), names, "x")
 
 
 def test_factors_of_several_patterns_multiply():
