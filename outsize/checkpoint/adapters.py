@@ -94,6 +94,7 @@ def load(
         materialise(found.model, segment, fill)
     hub.check_tied_head(found.shards, config, lambda: found.model.prologue.tokens.weight)
     found.model.origin = directory if (directory / hub.CONFIG).is_file() else base
+    found.model.words = tokenizer_directory(directory)
     return found.model
 
 
@@ -169,7 +170,8 @@ def _check_names(header: Header, wanted: Set[str]) -> None:
 
 def save(model: Decoder, path: str | Path, max_shard_bytes: int = hub.MAX_SHARD_BYTES) -> None:
     """Write a model: as a Hugging Face directory, or, of one with an adapter, the adapter alone as
-    peft has it. OutsizeError as of outsize.checkpoint.hub.save."""
+    peft has it, and what codes the weights beside it are held as, if they are. OutsizeError as of
+    outsize.checkpoint.hub.save."""
     if model.config.adapter is None:
         hub.save(model, path, max_shard_bytes)
         return
@@ -182,6 +184,9 @@ def save(model: Decoder, path: str | Path, max_shard_bytes: int = hub.MAX_SHARD_
     def write(directory: Path) -> None:
         write_tensors(directory / f"{GROUP}.safetensors", GROUP, stored)
         write_json(directory / ADAPTER_CONFIG, to_json(config, base_of(model)))
+        if config.coding is not None and not config.coding.stored:
+            hub.write_config(directory, config, model.prologue.tokens.weight.dtype)
+        hub.copy_words(model.words, directory)
 
     hub.check_values(model)
     hub.whole_directory(path, write)

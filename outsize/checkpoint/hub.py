@@ -21,7 +21,7 @@ from torch import Tensor
 from outsize.checkpoint.contents import WEIGHTS, merged, write_groups
 from outsize.checkpoint.files import Entry, Header, read_json
 from outsize.checkpoint.shards import SINGLE, SUMS, Shards, open_shards, sums_json
-from outsize.checkpoint.writing import sync_directory, write_json
+from outsize.checkpoint.writing import scratch, sync_directory, write_json
 from outsize.errors import OutsizeError
 from outsize.models.build import Fill, build, materialise, rest, segments
 from outsize.models.coding import as_stored
@@ -33,6 +33,13 @@ from outsize.models.names import Stored, alternatives, ignorable, layout
 CONFIG = "config.json"
 TOKENS = "prologue.tokens.weight"
 MAX_SHARD_BYTES = 5 << 30
+WORDS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)  # the files of a tokenizer, and of what ends a text
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # not quantised
 
 
@@ -125,7 +132,7 @@ def describe(path: str | Path, config: DecoderConfig | None = None) -> Described
     config = config or read_config(path)
     shards = open_shards(Path(path))
     model = build(config)
-    model.origin = Path(path)
+    model.origin = model.words = Path(path)
     stored = layout(config)
     names = _match(shards, config, stored)
     _check(shards, names, model, stored)
@@ -146,7 +153,8 @@ def supposed(config: DecoderConfig) -> Described:
 
 
 def save(model: Decoder, path: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write `model` as a Hugging Face directory, with checksums in outsize.json beside it.
+    """Write `model` as a Hugging Face directory, with checksums in outsize.json beside it, and the
+    tokenizer that it was loaded with.
 
     Peak memory beside the model is a few tensors of one block. The directory appears complete or
     not at all. OutsizeError for one that exists and is not empty, and where the system refuses.
@@ -159,7 +167,12 @@ def save(model: Decoder, path: str | Path, max_shard_bytes: int = MAX_SHARD_BYTE
             " before (outsize.merge), or save the adapter"
         )
     check_values(model)
-    whole_directory(path, lambda directory: write(model, directory, max_shard_bytes))
+
+    def files(directory: Path) -> None:
+        write(model, directory, max_shard_bytes)
+        copy_words(model.words, directory)
+
+    whole_directory(path, files)
 
 
 def check_here(model: Decoder) -> None:
@@ -179,26 +192,30 @@ def check_values(model: Decoder) -> None:
         raise OutsizeError(f"parameter {absent} has no value yet (it is on the meta device)")
 
 
+def copy_words(words: Path | None, directory: Path) -> None:
+    """Copy the tokenizer's files of a directory (None: of nowhere), as many as it has."""
+    for name in WORDS:
+        if words is not None and (words / name).is_file():
+            shutil.copyfile(words / name, directory / name)
+
+
+def check_new(path: str | Path) -> None:
+    """OutsizeError for a directory that exists and is not empty, and for a file."""
+    final = Path(path).resolve()
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise OutsizeError(f"{final} exists already: save to a new directory, or empty it first")
+
+
 def whole_directory(path: str | Path, write: Callable[[Path], None]) -> None:
     """Make a directory of what `write` puts there: complete, or not at all. OutsizeError for one
     that exists and is not empty, and where the system refuses."""
     final = Path(path).resolve()
     try:
-        if final.exists() and (not final.is_dir() or any(final.iterdir())):
-            raise OutsizeError(
-                f"{final} exists already: save to a new directory, or empty it first"
-            )
-        final.parent.mkdir(parents=True, exist_ok=True)
-        scratch = final.with_name(f".{final.name}.{os.getpid()}.part")
-        shutil.rmtree(scratch, ignore_errors=True)  # of a killed process with this number
-        scratch.mkdir()
-        try:
-            write(scratch)
-            sync_directory(scratch)
-            os.rename(scratch, final)  # refuses a directory that is not empty
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
+        check_new(final)
+        with scratch(final) as part:
+            write(part)
+            sync_directory(part)
+            os.rename(part, final)  # refuses a directory that is not empty
         sync_directory(final.parent)
     except OSError as error:
         raise OutsizeError(f"cannot save to {final}: {error.strerror}") from error

@@ -4,6 +4,7 @@ file tensor by tensor, with the checksum of each tensor and of the header made i
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -75,6 +76,39 @@ def sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@contextmanager
+def scratch(final: Path) -> Iterator[Path]:
+    """An empty directory beside `final`, whose parents are made, for what shall have that name.
+    It is gone afterwards, and what a killed process left there before. OutsizeError where another
+    process writes there; OSError as it comes."""
+    part = final.with_name(f".{final.name}.part")
+    part.mkdir(parents=True, exist_ok=True)
+    held = os.open(part, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(held, final)
+        for left in part.iterdir():
+            remove(left)
+        try:
+            yield part
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    finally:
+        os.close(held)
+
+
+def _lock(held: int, final: Path) -> None:
+    """Hold a directory as long as its descriptor is open, where its file system can."""
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OutsizeError(
+            f"{final} is being written by another process; wait for it, or choose another path"
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
+            raise
 
 
 def remove(path: Path) -> None:

@@ -168,14 +168,14 @@ def _write(
     directory: Path,
 ) -> None:
     """The files of a model: its weights as they lie elsewhere, or those that `made` writes."""
-    from outsize.checkpoint.hub import CONFIG
+    from outsize.checkpoint.hub import CONFIG, copy_words
     from outsize.checkpoint.shards import INDEX, SUMS
     from outsize.checkpoint.writing import write_json
-    from outsize.train.tokenizer_files import COPIED
 
     if made is not None:
         made(directory)
-    beside = COPIED if made is not None else (INDEX, SUMS, *COPIED)
+    copy_words(found, directory)
+    beside = () if made is not None else (INDEX, SUMS)
     for path in (*weights, *(found / name for name in beside)):
         if path.is_file():
             shutil.copyfile(path, directory / path.name)

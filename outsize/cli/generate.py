@@ -221,8 +221,8 @@ class _Wanted:
         from outsize.cli.prompts import question
         from outsize.serve.talk import Talk
 
-        assert model.origin is not None
-        template = template_in(model.origin, text, self.tokenizer, self.template or "own")
+        assert model.words is not None
+        template = template_in(model.words, text, self.tokenizer, self.template or "own")
         talk = Talk(model, text, template)
 
         def answers(one: str | Asked, *told: Any) -> str:
@@ -271,8 +271,8 @@ class _Wanted:
 
     def meet(self, model: Model, first: bool, pulse: Heartbeat) -> None:
         """Generate as one of several workers."""
-        assert model.origin is not None
-        text = tokenizer_in(model.origin, self.tokenizer, model.config)
+        assert model.words is not None
+        text = tokenizer_in(model.words, self.tokenizer, model.config)
         self.go(model, text, _printing(pulse) if first else None)
 
     def facts(self) -> dict[str, str]:

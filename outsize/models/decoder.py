@@ -238,6 +238,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.origin: Path | None = None  # the directory that it was loaded from
+        self.words: Path | None = None  # the directory of its tokenizer
         self.away = ""  # the argument of `load` for which weights are not all in memory here
         # Of so many tokens, those that this worker has between branches, where they are cut.
         self.between: Callable[[int], tuple[int, int]] = all_of

@@ -6,7 +6,6 @@ What is written as a directory is read back, and its logits are compared with th
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import torch
@@ -14,17 +13,18 @@ from torch import Tensor
 
 from outsize.checkpoint import adapters, gguf
 from outsize.checkpoint.gguf_words import Words
-from outsize.checkpoint.hub import CONFIG, whole_directory, write
+from outsize.checkpoint.hub import check_new, save
 from outsize.checkpoint.manifest import MANIFEST_NAME
+from outsize.checkpoint.writing import scratch
 from outsize.data.template import stored
 from outsize.data.tokenizer import FileTokenizer
 from outsize.errors import OutsizeError
 from outsize.models.adapter import OWN, Plainer
 from outsize.models.build import attach, uncoded
+from outsize.models.coding import plain
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.models.wiring import WIRES
-from outsize.train.tokenizer_files import COPIED
 
 KINDS = ("hf", "peft", "gguf")
 PROBE = 16  # tokens whose logits are compared
@@ -42,10 +42,16 @@ def export(directory: Path, to: str, into: Path, rank: str | None = None) -> lis
     config = adapters.read_config(found)
     if kind == "peft":
         _check_peft(found, config)
+    else:
+        adapters.check_mergeable(_form(config))
     if kind == "gguf":
         gguf.check(config, inner or "F16")
     if kind == "hf":
         _check_known(config, found)
+    if kind != "gguf":
+        check_new(into)
+    elif into.exists():
+        raise OutsizeError(f"{into} exists already; choose another path")
     model = adapters.load(found, config=config)
     if rank is not None:
         adapters.narrowed(model, _rank(found, rank))
@@ -59,7 +65,7 @@ def export(directory: Path, to: str, into: Path, rank: str | None = None) -> lis
         said = _file(model, into, inner or "F16", words, directory.name)
         return [f"{into}: {inner or 'F16'}", *said]
 
-    _directory(model, found, into)
+    save(model, into)
     return [f"{into}: {config.family}", *compared(model, into)]
 
 
@@ -75,16 +81,24 @@ def merge(directory: Path, into: Path, dtype: torch.dtype | None = None) -> list
         raise OutsizeError(
             f"{found} has no adapter, so nothing is to merge; outsize export --to hf writes it"
         )
+    adapters.check_mergeable(_form(config))
+    check_new(into)
     model = adapters.load(found, dtype, config=config)
     ids = probe(model)
     before = model(ids)
     _finite(before, found)
     model = adapters.merge(uncoded(model))
     moved, size = float((model(ids) - before).abs().max()), float(before.abs().max())
-    _directory(model, found, into)
+    save(model, into)
     rounding = f"rounding moved logits by {moved:.2g} at most, of {size:.3g}"
     what = "the adapter" if config.adapter is not None else "the product of factors"
     return [f"{into}: {what} of {found} is in the weights; {rounding}", *compared(model, into)]
+
+
+def _form(config: DecoderConfig) -> Decoder:
+    """A model of shapes alone."""
+    with torch.device("meta"):
+        return Decoder(config)
 
 
 def _finite(logits: Tensor, found: Path) -> None:
@@ -96,23 +110,10 @@ def _finite(logits: Tensor, found: Path) -> None:
         )
 
 
-def _directory(model: Decoder, found: Path, into: Path) -> None:
-    """Write a plain model with the tokenizer of the one it came from."""
-    beside = adapters.tokenizer_directory(found)
-
-    def files(place: Path) -> None:
-        write(model, place)
-        for name in COPIED:
-            if (beside / name).is_file():
-                shutil.copyfile(beside / name, place / name)
-
-    whole_directory(into, files)
-
-
 def _check_known(config: DecoderConfig, found: Path) -> None:
     """Refuse what other programs would read and compute without a word of what they do not know."""
-    plain = "" if config.weights is None else config.weights.key  # written as weights
-    own = [key for key in WIRES.names() if config.source.get(key) and key != plain]
+    factored = "" if config.weights is None else config.weights.key  # written as weights
+    own = [key for key in WIRES.names() if config.source.get(key) and key != factored]
     if own:
         raise OutsizeError(
             f"--to hf: transformers knows no {own[0]} and would leave it out; outsize reads {found}"
@@ -125,9 +126,10 @@ def _check_peft(found: Path, config: DecoderConfig) -> None:
         raise OutsizeError(f"--to peft: {found} has no adapter; expected a run that trained one")
     kind = adapters.to_json(config, None)["peft_type"]
     if kind.startswith(OWN) and not isinstance(config.adapter, Plainer):
-        raise OutsizeError(
-            f"--to peft: peft has no method {kind}; expected --to hf, which merges what can be"
-        )
+        whole = "expected --to hf, which merges it"
+        if not adapters.mergeable(_form(config)):
+            whole = "no other program reads it: give the run to outsize generate, chat or eval"
+        raise OutsizeError(f"--to peft: peft has no method {kind}; {whole}")
 
 
 def _rank(found: Path, rank: str) -> int:
@@ -164,9 +166,17 @@ def _plainer(model: Decoder) -> Decoder:
 
 def _peft(model: Decoder, found: Path, into: Path) -> list[str]:
     adapters.save(model, into)
-    again = adapters.held(found, adapters.read_config(into))
-    other = adapters.load(into, config=again)
-    return [f"{into}: adapter beside {adapters.base_of(model)}", *differing(model, other, into)]
+    base, coding = adapters.base_of(model), model.config.coding
+    said = [f"{into}: adapter beside {base}", *compared(model, into)]
+    if coding is None or coding.stored:
+        return said
+    plainly = adapters.load(into, config=plain(adapters.read_config(into)))
+    most = _apart(model, plainly)
+    return [
+        *said,
+        f"warning: it was trained beside {coding.format.name}; beside {base} as it lies, where peft"
+        f" reads it, logits are other by {most:.3g} at most; --to hf writes what was trained",
+    ]
 
 
 def _words(directory: Path) -> Words | None:
@@ -180,34 +190,31 @@ def _words(directory: Path) -> Words | None:
 
 def _file(model: Decoder, into: Path, kind: str, words: Words | None, name: str) -> list[str]:
     """A GGUF file under its name when it is whole."""
-    if into.exists():
-        raise OutsizeError(f"{into} exists already; choose another path")
-    part = into.with_name(f".{into.name}.{os.getpid()}.part")
     try:
-        into.parent.mkdir(parents=True, exist_ok=True)
-        said = gguf.write(model, part, kind, words, name)
-        os.rename(part, into)
+        with scratch(into) as part:
+            said = gguf.write(model, part / into.name, kind, words, name)
+            os.rename(part / into.name, into)
     except OSError as error:
         raise OutsizeError(f"cannot write {into}: {error.strerror}") from error
-    finally:
-        part.unlink(missing_ok=True)
     return said
 
 
 def compared(model: Decoder, into: Path) -> list[str]:
     """A line where a directory that was written gives other logits than its model; else nothing."""
-    assert (into / CONFIG).is_file(), "it was written"
     return differing(model, adapters.load(into), into)
 
 
 @torch.no_grad()
 def differing(model: Decoder, other: Decoder, into: Path) -> list[str]:
-    ids = probe(model)
-    ours, theirs = model(ids), other(ids)
-    if torch.equal(ours, theirs):
+    if not (most := _apart(model, other)):
         return []
-    most = float((ours.float() - theirs.float()).abs().max())
     return [f"warning: {into}, read back, has other logits than the model: by {most:.3g} at most"]
+
+
+def _apart(model: Decoder, other: Decoder) -> float:
+    """How far the logits of two models are apart, at most."""
+    ids = probe(model)
+    return float((model(ids).double() - other(ids).double()).abs().max())
 
 
 def probe(model: Decoder) -> torch.Tensor:

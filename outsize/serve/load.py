@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from outsize import accelerator
+from outsize.checkpoint.adapters import tokenizer_directory
 from outsize.checkpoint.combining import combined
 from outsize.checkpoint.hub import CONFIG, describe, read_config
 from outsize.checkpoint.whole import check_whole, taken_apart
@@ -52,6 +53,7 @@ def on_mesh(
         form = shells(found, found.dtypes(dtype), accelerator.named(device))
         found = combined(found, adapters, form)
         found.model.origin = path if (path / CONFIG).is_file() else base
+        found.model.words = tokenizer_directory(path)
     home: OnMesh | InFiles
     if limits is None:
         home = OnMesh(found, world, dtype, device, leave, settings)

@@ -85,6 +85,7 @@ class Model(Decoder):
     def __init__(self, decoder: Decoder, home: Home | None = None) -> None:
         nn.Module.__init__(self)
         self.config, self.origin, self.home = decoder.config, decoder.origin, home
+        self.words = decoder.words
         self.between, self.away = decoder.between, "" if home is None else home.what
         self.prologue, self.blocks = decoder.prologue, decoder.blocks
         self.epilogue = decoder.epilogue
@@ -232,8 +233,8 @@ def tokenizer_of(model: Decoder, named: str | Path | Tokenizer | None = None) ->
         return named
     if named is not None:
         return open_tokenizer(str(named))
-    if model.origin is not None and (model.origin / "tokenizer.json").is_file():
-        return open_tokenizer(str(model.origin))
+    if model.words is not None and (model.words / "tokenizer.json").is_file():
+        return open_tokenizer(str(model.words))
     if model.config.vocab in BYTES_AND_SPECIALS:
         return open_tokenizer("bytes")
     raise OutsizeError(

@@ -19,7 +19,7 @@ def shells(found: Described, dtypes: Mapping[str, torch.dtype], device: torch.de
     """A decoder whose parameters have one element of memory each, not a number: who computes with
     what is not here sees it."""
     model = build(found.model.config)
-    model.origin = found.model.origin
+    model.origin, model.words = found.model.origin, found.model.words
 
     def shell(name: str, x: Tensor) -> Tensor:
         dtype = dtypes[name]

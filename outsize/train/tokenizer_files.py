@@ -7,18 +7,11 @@ themselves and 256 the end of a document. Whatever reads tokenizer.json reads by
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
+from outsize.checkpoint.hub import copy_words
 from outsize.errors import OutsizeError
 
-COPIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 END = "<|end|>"
 
 
@@ -37,9 +30,7 @@ def write_tokenizer(name: str, directory: Path) -> None:
         (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
         return
     source = Path(name).expanduser()
-    for file in COPIED:
-        if (source / file).is_file():
-            shutil.copyfile(source / file, directory / file)
+    copy_words(source, directory)
     if not (directory / "tokenizer.json").is_file():
         raise OutsizeError(f"tokenizer {name}: its tokenizer.json has gone; bring it back")
 

@@ -19,7 +19,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outsize.checkpoint import hub
+from outsize.checkpoint import hub, writing
 from outsize.checkpoint.hub import load, read_config, save
 from outsize.checkpoint.shards import open_shards
 from outsize.errors import OutsizeError
@@ -338,8 +338,15 @@ def test_save_never_overwrites(saved: Path) -> None:
         save(model, saved / "config.json")
     assert sorted(saved.parent.rglob("*")) == before
     (saved.parent / "empty").mkdir()
+    half = saved.parent / ".empty.part"  # of one that was killed
+    half.mkdir()
+    (half / "model-00001-of-00009.safetensors").write_bytes(b"half")
+    with writing.scratch(saved.parent / "other"), pytest.raises(OutsizeError, match="is being wr"):
+        save(model, saved.parent / "other")
+    assert not (saved.parent / "other").exists()
     save(model, saved.parent / "empty")
     save(model, saved.parent / "new" / "deep")
+    assert not list(saved.parent.rglob(".*")), "nothing half-made is left"
     assert torch.equal(load(saved.parent / "empty")(IDS), load(saved.parent / "new" / "deep")(IDS))
 
 

@@ -87,9 +87,12 @@ def test_generating_with_the_adapter_and_merged_gives_the_same_text(invoke, home
     texts = [invoke("generate", where, *words).output for where in ("run", "merged", "base")]
     assert texts[0] == texts[1] != texts[2]
     outsize.save(outsize.load(home / "run"), home / "adapter")
+    words_of = ["tokenizer.json", "tokenizer_config.json"]
     assert sorted(p.name for p in (home / "adapter").iterdir()) == [
-        "adapter_config.json", "adapter_model.safetensors",
+        "adapter_config.json", "adapter_model.safetensors", *words_of,
     ]  # fmt: skip
+    for folder, name in ((home / x, y) for x in ("adapter", "merged") for y in words_of):
+        assert (folder / name).read_bytes() == (last(home / "run") / name).read_bytes()
     assert invoke("generate", "adapter", *words).output == texts[0]
     refused = invoke("generate", "run", *words, "--memory", "1GiB")
     assert refused.exit_code == 2 and "holds an adapter alone" in refused.output

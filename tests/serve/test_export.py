@@ -289,7 +289,7 @@ def test_codes_are_exported_as_what_they_stand_for(tmp_path, monkeypatch):
     wanted = decoded(form, *form.encode(outsize.load(directory).blocks[0].mlp.up.weight.detach()))
     assert torch.equal(plain.blocks[0].mlp.up.weight, wanted)
     assert "quantization_config" not in plain.config.source
-    real = exporting.write
+    real = exporting.save
 
     def damaged(model, place):
         with torch.no_grad():
@@ -298,11 +298,51 @@ def test_codes_are_exported_as_what_they_stand_for(tmp_path, monkeypatch):
         with torch.no_grad():
             model.epilogue.norm.weight.div_(1.5)
 
-    monkeypatch.setattr(exporting, "write", damaged)
+    monkeypatch.setattr(exporting, "save", damaged)
     found = CliRunner().invoke(
         main, ["export", str(directory), "--to", "hf", "--into", str(tmp_path / "other")]
     )
     assert found.exit_code == 0 and "has other logits than the model" in found.output
+
+
+def test_an_adapter_beside_codes_is_read_back_so_and_peft_is_told(tmp_path):
+    base, ids = saved(tmp_path, "llama"), torch.arange(20)[None]
+    (base / "tokenizer.json").write_text(exporting_bytes())
+    made = outsize.adapt(outsize.load(base, weights="int4:16"), "dora", rank=2)
+    for name, one in made.named_parameters():
+        if ".beside." in name:
+            torch.manual_seed(len(name))
+            one.data.add_(torch.randn_like(one), alpha=0.1)
+    outsize.save(made, tmp_path / "own")
+    said = export(tmp_path / "own", "peft", tmp_path / "again")
+    apart = (outsize.load(tmp_path / "own", weights="plain")(ids) - made(ids)).abs().max() > 0.01
+    assert apart and len(said) == 2 and "trained beside int4" in said[1], said
+    for folder in ("own", "again"):
+        assert torch.equal(outsize.load(tmp_path / folder)(ids), made(ids))
+        assert outsize.load(tmp_path / folder).generate("a", 2) == made.generate("a", 2)
+        (tmp_path / folder / "tokenizer.json").read_bytes()
+
+
+def test_what_cannot_be_written_is_refused_before_anything_is_read(tmp_path, monkeypatch):
+    base = outsize.load(saved(tmp_path, "llama"))
+    outsize.save(outsize.adapt(base, "serial", size=2), tmp_path / "own")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").touch()
+    monkeypatch.setattr(exporting.adapters, "load", None)
+    for path, to, into, reason in (
+        ("own", "hf", "new", "no weight of the model can take up"),
+        ("own", "gguf", "new", "no weight of the model can take up"),
+        ("own", "peft", "new", "give the run to outsize generate, chat or eval"),
+        ("llama", "hf", "there", "exists already"),
+        ("llama", "gguf", "there", "exists already"),
+    ):
+        with pytest.raises(OutsizeError, match=reason):
+            export(tmp_path / path, to, tmp_path / into)
+    with pytest.raises(OutsizeError, match="no weight of the model can take up"):
+        merge(tmp_path / "own", tmp_path / "new")
+    outsize.save(outsize.adapt(outsize.remove_adapter(base), "lora"), tmp_path / "mergeable")
+    with pytest.raises(OutsizeError, match="exists already"):
+        merge(tmp_path / "mergeable", tmp_path / "there")
 
 
 def test_formats_are_a_table_of_bytes_and_bits(tmp_path):

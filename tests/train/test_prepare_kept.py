@@ -53,9 +53,11 @@ def test_a_native_decoder_is_saved_as_one(tmp_path) -> None:
         "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu",
     }  # fmt: skip
     model, ids = build(parse(config), 0), torch.randint(0, 97, (2, 16))
+    model.words = tmp_path  # as of a model that was loaded
+    (tmp_path / "tokenizer.json").write_text("{}")
     job = outsize.prepare(model, "adamw")
     job.step(ids)
-    job.save(tmp_path / "kept")
+    assert (job.save(tmp_path / "kept") / "tokenizer.json").read_text() == "{}"
     loaded = outsize.load(tmp_path / "kept")
     for name, value in job.weights():
         assert torch.equal(dict(loaded.named_parameters())[name], value), name

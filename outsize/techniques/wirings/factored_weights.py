@@ -200,7 +200,7 @@ def converted(model: Decoder, config: DecoderConfig) -> Decoder:
         for leaf, _ in list(module.named_parameters(recurse=False)):
             if f"{prefix}.{leaf}" in owners:
                 module.register_parameter(leaf, owners[f"{prefix}.{leaf}"])
-    made.origin = model.origin
+    made.origin, made.words = model.origin, model.words
     return made
 
 

@@ -371,7 +371,7 @@ def converted(model: Decoder, config: DecoderConfig) -> Decoder:
                 module.register_parameter(leaf, found)
                 continue
             module.register_parameter(leaf, nn.Parameter(value))
-    made.origin = model.origin
+    made.origin, made.words = model.origin, model.words
     return made
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from outsize.checkpoint import adapters
 from outsize.checkpoint.contents import Named
+from outsize.checkpoint.hub import copy_words
 from outsize.checkpoint.opened import Checkpoint
 from outsize.checkpoint.store import Store
 from outsize.checkpoint.writing import Later
@@ -93,6 +94,7 @@ def save(job: Job, model: nn.Module, steps: int, path: Path) -> Path:
     def files(directory: Path) -> None:
         if isinstance(model, Decoder):
             write_model(directory, job, model.config, adapters.base_of(model))
+            copy_words(model.words, directory)
 
     with Store(path, KEPT) as store:
         written = store.save(steps, tensors, {"kind": KIND, "steps": steps, **notes}, files)
