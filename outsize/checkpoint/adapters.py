@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,6 @@ from outsize.models.linear import Linear
 from outsize.models.mlp import MLP
 from outsize.models.names import BESIDE, Stored, adapter_layout
 from outsize.torch_private import meta_kernels
-
-if TYPE_CHECKING:
-    from outsize.models.adapter import Adapter, Naming
 
 ADAPTER_CONFIG = "adapter_config.json"
 GROUP = "adapter_model"  # of a checkpoint's tensors; the stem of their file
@@ -119,22 +116,9 @@ def tokenizer_directory(directory: Path) -> Path:
 
 def adapted(said: Mapping[str, Any], config: DecoderConfig) -> DecoderConfig:
     """The config of a model with the adapter that an adapter_config.json says."""
-    from outsize.models.targets import targets_of
+    from outsize.models.targets import read, targets_of
 
-    return replace(config, adapter=reader_of(said)(said, partial(targets_of, config)))
-
-
-def reader_of(said: Mapping[str, Any]) -> Callable[[Mapping[str, Any], Naming], Adapter]:
-    """What reads an adapter_config.json. OutsizeError for a method that is not known."""
-    from outsize.models.adapter import FORMATS
-
-    found = FORMATS.find(str(said.get("peft_type")))
-    if found is None:
-        raise OutsizeError(
-            f"{ADAPTER_CONFIG}: peft_type is {said.get('peft_type')!r}; expected one of"
-            f" {', '.join(name for name in FORMATS.names() if ' ' not in name)}"
-        )
-    return found
+    return replace(config, adapter=read(said, partial(targets_of, config)))
 
 
 def values_of(

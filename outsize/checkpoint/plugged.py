@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from outsize.checkpoint import hub
-from outsize.checkpoint.adapters import ADAPTER_CONFIG, BASE, GROUP, reader_of, values_of
+from outsize.checkpoint.adapters import ADAPTER_CONFIG, BASE, GROUP, values_of
 from outsize.checkpoint.files import read_header, read_json
 from outsize.checkpoint.writing import write_json, write_tensors
 from outsize.errors import OutsizeError
@@ -26,6 +26,7 @@ from outsize.models.plugged import (
     targets_of,
     unplug,
 )
+from outsize.models.targets import read
 
 
 def save(model: nn.Module, path: str | Path) -> None:
@@ -53,7 +54,7 @@ def load(model: nn.Module, directory: Path) -> None:
     for tensors that are another's, and for an adapter that no weight of the module fits; the module
     is then as it was."""
     said = read_json(directory / ADAPTER_CONFIG)
-    adapter = reader_of(said)(said, partial(targets_of, model))
+    adapter = read(said, partial(targets_of, model))
     if not fits(adapter):
         raise OutsizeError(
             f"{directory / ADAPTER_CONFIG}: peft_type is {said.get('peft_type')!r}, which changes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from outsize.errors import OutsizeError
-from outsize.models.adapter import Adapted, Beside, Part, Weighed
+from outsize.models.adapter import FORMATS, Adapted, Adapter, Beside, Naming, Part, Weighed
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.models.linear import by_codes, dense, linears
@@ -27,6 +28,18 @@ _OTHERS: Mapping[str, Any] = {
     "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "layers_to_transform": None,
     "layers_pattern": None, "exclude_modules": None, "target_parameters": None,
 }  # fmt: skip
+# What changes nothing of what a trained adapter computes: where it is from, how it began and was
+# trained, what a layer's class says itself, and sizes of what is refused where it is switched on.
+_APART = frozenset({
+    "auto_mapping", "base_model_name_or_path", "corda_config", "encoder_dropout",
+    "encoder_hidden_size", "encoder_num_layers", "encoder_reparameterization_type",
+    "ensure_weight_tying", "eps", "eva_config", "fan_in_fan_out", "inference_mode",
+    "init_ia3_weights", "init_weights", "loftq_config", "lora_dropout", "lora_ga_config",
+    "megatron_config", "megatron_core", "num_attention_heads", "num_layers", "peft_type",
+    "peft_version", "prefix_projection", "projection_prng_key", "prompt_tuning_init",
+    "prompt_tuning_init_text", "qalora_group_size", "revision", "runtime_config", "task_type",
+    "token_dim", "tokenizer_kwargs", "tokenizer_name_or_path", "velora_config", "vera_dropout",
+})  # fmt: skip
 
 
 class OnLinears:
@@ -173,6 +186,43 @@ def _stored_inside(config: DecoderConfig, name: str) -> str:
     return stored_module(config, f"{name}.weight").removeprefix(config.names.prefix.format(i=layer))
 
 
+class _Said(Mapping[str, Any]):
+    """An adapter_config.json. asked: the fields that somebody has looked at."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields, self.asked = fields, set[str]()
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return self._fields[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+
+def read(fields: Mapping[str, Any], naming: Naming) -> Adapter:
+    """The adapter that an adapter_config.json says. OutsizeError for a method that is not known,
+    and for a field that says something and that the method does not read."""
+    method = fields.get("peft_type")
+    found = FORMATS.find(str(method))
+    if found is None:
+        raise OutsizeError(
+            f"{_FILE}: peft_type is {method!r}; expected one of"
+            f" {', '.join(name for name in FORMATS.names() if ' ' not in name)}"
+        )
+    adapter = found(said := _Said(fields), naming)
+    for key in said:
+        if key not in said.asked | _APART and fields[key] not in (None, False, 0, "", [], {}):
+            raise OutsizeError(
+                f"{_FILE}: {key} is {fields[key]!r}, a field of {method} that is not known here and"
+                " may change what is computed; take it out of the file if it does not"
+            )
+    return adapter
+
+
 def refuse_others(said: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """OutsizeError where an adapter_config.json says what is not read. own: what the method's may
     say beside what it reads, and the one value that is right."""
@@ -185,12 +235,22 @@ def refuse_others(said: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def number(said: Mapping[str, Any], key: str, kind: type = int) -> Any:
-    """A number above 0 that an adapter_config.json has to say, of `kind`. OutsizeError else."""
-    found = said.get(key)
-    good = isinstance(found, int | float) and not isinstance(found, bool) and found > 0
-    if not good or (kind is int and not isinstance(found, int)):
-        raise OutsizeError(f"{_FILE}: {key} is {found!r}; expected a number above 0")
+    """A finite number above 0 that an adapter_config.json has to say, of `kind`. OutsizeError
+    else."""
+    found, kinds = said.get(key), int if kind is int else int | float
+    if isinstance(found, bool) or not isinstance(found, kinds) or not 0 < found < math.inf:
+        what = "whole number" if kind is int else "number"
+        raise OutsizeError(f"{_FILE}: {key} is {found!r}; expected a {what} above 0")
     return kind(found)
+
+
+def flag(said: Mapping[str, Any], key: str) -> bool:
+    """What an adapter_config.json says is so; not, where it says nothing. OutsizeError for what is
+    neither true nor false."""
+    found = said.get(key)
+    if found is not None and not isinstance(found, bool):
+        raise OutsizeError(f"{_FILE}: {key} is {found!r}; expected true or false")
+    return bool(found)
 
 
 def texts(said: Mapping[str, Any], key: str) -> tuple[str, ...]:
@@ -219,7 +279,14 @@ def targets_of(config: DecoderConfig, said: object, key: str = "target_modules")
 
 
 def named(full: str, said: object) -> bool:
-    """Whether peft's target_modules names a module of this full name."""
+    """Whether peft's target_modules names a module of this full name. OutsizeError for a text that
+    is no regular expression."""
     if isinstance(said, list):
         return any(full == one or full.endswith(f".{one}") for one in said)
-    return said == ALL or re.fullmatch(str(said), full) is not None
+    try:
+        return said == ALL or re.fullmatch(str(said), full) is not None
+    except re.error as error:
+        raise OutsizeError(
+            f"{_FILE}: {said!r} is no regular expression ({error}); expected one for whole names of"
+            " modules, or a list of their ends"
+        ) from None

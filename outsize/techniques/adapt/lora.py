@@ -32,6 +32,7 @@ from outsize.models.targets import (
     TARGETS,
     OnLinears,
     check_rank,
+    flag,
     number,
     refuse_others,
     stored,
@@ -91,7 +92,7 @@ def said(one: Any) -> dict[str, Any]:
 
 def read(found: Mapping[str, Any], naming: Naming) -> Any:
     """The adapter that an adapter_config.json says. OutsizeError for what is not read here."""
-    if found.get(MAGNITUDES):
+    if flag(found, MAGNITUDES):
         return FORMATS.get(f"{FORMAT} {MAGNITUDES}")(found, naming)
     return Lora(*read_settings(found, naming))
 
@@ -109,7 +110,7 @@ def read_settings(
             " save_pretrained(DIR, path_initial_model_for_weight_conversion=...) writes it"
         )
     targets = naming(found.get("target_modules"))
-    stabilised = bool(found.get("use_rslora", False))
+    stabilised = flag(found, "use_rslora")
     return number(found, "r"), number(found, "lora_alpha", float), targets, stabilised
 
 

@@ -260,6 +260,7 @@ class _Sloped(torch.autograd.Function):
 def read(found: Mapping[str, Any], naming: Naming) -> MixLora:
     """The adapter that an adapter_config.json says. OutsizeError for what is not one."""
     refuse_others(found, {})
+    naming(list(texts(found, "target_modules")))  # weights of this model, MLPs' among them
     said = found.get("attention_modules")
     attention = naming(list(texts(found, "attention_modules")), "attention_modules") if said else ()
     balance = found.get("router_aux_loss_coef", 0.0)

@@ -99,14 +99,14 @@ class Turned(nn.Module):
 
 def read(found: Mapping[str, Any], naming: Naming) -> Oft:
     """The adapter that an adapter_config.json says. OutsizeError for what is not read here."""
-    said = {**found, "r": 0} if found.get("oft_block_size") else found
+    others = {**OTHERS, "r": found.get("r")} if found.get("oft_block_size") else OTHERS
     version = str(found.get("peft_version", "0")).split("@")[0].split(".")
     if [int(n) if n.isdecimal() else 0 for n in version[:2]] < [0, 18]:
         raise OutsizeError(
             f"adapter_config.json: peft_version is {found.get('peft_version')!r}; expected {SERIES}"
             " or later: before, OFT had another series"
         )
-    refuse_others(said, OTHERS)
+    refuse_others(found, others)
     return Oft(number(found, "oft_block_size"), naming(found.get("target_modules")))
 
 

@@ -25,10 +25,10 @@ from torch.nn import functional as F
 from outsize.models.adapter import FORMATS, OWN, Adapted, Adapter, Naming
 from outsize.models.declared import STREAM, Initial
 from outsize.models.decoder import Decoder
-from outsize.models.targets import freeze, number
+from outsize.models.targets import freeze, number, refuse_others
 from outsize.models.virtual import Rows, places
 from outsize.registry import setting, technique
-from outsize.techniques.adapt.prompt_tuning import Prompt, said
+from outsize.techniques.adapt.prompt_tuning import OTHERS, Prompt, said
 from outsize.techniques.adapt.serial_adapters import Projection
 
 KEY, FORMAT = "adapt.p_tuning", f"{OWN}P_TUNING"
@@ -90,6 +90,7 @@ class Encoder(nn.Module):
 
 def read(found: Mapping[str, Any], naming: Naming) -> PTuning:
     """The adapter that an adapter_config.json says. OutsizeError for what is not one."""
+    refuse_others(found, OTHERS)
     return PTuning(number(found, "num_virtual_tokens"), number(found, "encoder_hidden_size"))
 
 

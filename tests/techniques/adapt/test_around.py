@@ -221,7 +221,7 @@ def test_it_is_kept_beside_the_model_and_merged_into_nothing(tmp_path):
     assert model.config.adapter is None and not (tmp_path / "out").exists()
     said = tmp_path / "made" / adapters.ADAPTER_CONFIG
     said.write_text(json.dumps({**json.loads(said.read_text()), "size": 0}))
-    with pytest.raises(OutsizeError, match="size is 0; expected a number above 0"):
+    with pytest.raises(OutsizeError, match="size is 0; expected a whole number above 0"):
         outsize.load(tmp_path / "made")
 
 

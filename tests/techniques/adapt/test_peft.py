@@ -86,7 +86,7 @@ def test_biases_are_scaled_as_peft_does(tmp_path, exactly):
         ("oft", {"peft_version": "0.17.1"}, "peft_version is '0.17.1'"),
         ("oft", {"oft_block_size": 5}, "5 does not divide the 24 features"),
         ("lokr", {"decompose_both": True}, "decompose_both is True"),
-        ("loha", {"r": 0}, "r is 0; expected a number above 0"),
+        ("loha", {"r": 0}, "r is 0; expected a whole number above 0"),
         ("loha", {"r": 4}, "hada_w1_a' has shape"),
         ("dora", {"r": 1000}, "1000 is above the width 24 of attention.q"),
         (
@@ -103,6 +103,32 @@ def test_an_adapter_that_is_not_read_is_refused(method, change, words, tmp_path)
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(OutsizeError, match=words):
         adapters.load(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_field_is_left_unread(method):
+    """All that this peft says is known, by its own value, and nothing else."""
+    config = config_of("llama")
+    said = METHODS[method].theirs(**METHODS[method].said).to_dict()
+    said = json.loads(json.dumps(said, default=list))
+    adapters.adapted(said, config)
+    wrong = {
+        "new": ({"a": 1}, f"a field of {said['peft_type']} that is not known here"),
+        "target_modules": ("(", "is no regular expression"),
+        "r": (3.0, "expected a whole number above 0"),
+        "alpha": (float("inf"), "expected a number above 0"),
+        "lora_alpha": (float("inf"), "expected a number above 0"),
+        "use_dora": ("false", "expected true or false"),
+        "use_rslora": (1, "expected true or false"),
+    }  # fmt: skip
+    if method == "oft":
+        del wrong["r"]  # follows from another field
+    for key in wrong.keys() & said.keys() | {"new"}:
+        value, words = wrong[key]
+        with pytest.raises(OutsizeError, match=words):
+            adapters.adapted({**said, key: value}, config)
+    for nothing in (None, False, 0, "", [], {}):
+        adapters.adapted({**said, "new": nothing}, config)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
