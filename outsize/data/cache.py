@@ -37,7 +37,7 @@ from outsize.data.source import Source
 from outsize.data.sources import ReadLog, Skip
 from outsize.errors import OutsizeError, counted
 
-VERSION = 2  # of the files and of what is in them; an entry of another version is never read
+VERSION = 3  # of the files and of what is in them; an entry of another version is never read
 HASHED_BYTES = 64 * 2**20  # up to here files are known by content: reading takes a moment
 CHECKED_BYTES = 2**30  # up to here an entry's checksums are verified when it is opened
 STALE_SECONDS = 24 * 3600  # a temporary directory this old belongs to a process that was killed

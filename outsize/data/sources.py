@@ -36,7 +36,8 @@ class ReadLog:
     the first SKIPS_KEPT of `bad` broken records; ignored: files of a directory whose suffix no
     reader takes; long, cut: documents longer than a row that were left out, or of which a row's
     length was kept; lost: targets that were cut off; answers, unended: turns of an assistant, and
-    those that end in no token which ends a turn; apart: turns in samples of their own; done: bytes
+    those that end in no token which ends a turn; apart: turns in samples of their own; unread:
+    texts of messages that a chat template leaves out, and where the first of them is; done: bytes
     of the files."""
 
     skips: list[Skip] = field(default_factory=list)
@@ -50,6 +51,8 @@ class ReadLog:
     answers: int = 0
     unended: int = 0
     apart: int = 0
+    unread: int = 0
+    unread_at: str = ""
     done: int = 0
 
     def told(self, count: int) -> None:
@@ -65,9 +68,10 @@ class ReadLog:
         counts = {
             one.name: getattr(self, one.name) + getattr(other, one.name)
             for one in fields(self)
-            if one.name != "skips"
+            if one.type == "int"
         }
-        return ReadLog([*self.skips, *other.skips], **counts)
+        at = self.unread_at or other.unread_at
+        return ReadLog([*self.skips, *other.skips], unread_at=at, **counts)
 
     def summary(self) -> str:
         """One line for people; "nothing skipped" when that is so."""
@@ -92,6 +96,12 @@ class ReadLog:
             yield (
                 f"data: {how} a token that ends a turn, so the model does not learn to stop there;"
                 " take a template that writes special tokens of the tokenizer"
+            )
+        if self.unread:
+            yield (
+                f"data: the chat template leaves out {counted(self.unread, 'text', ',')} of"
+                f" messages, which no token says (first: {self.unread_at}); take a template that"
+                " writes them, or leave them out"
             )
         if self.apart:
             yield (

@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from outsize.data.chats import Turns
+from outsize.data.chats import Message, Turns
 from outsize.data.sandbox import Span
 from outsize.data.template import END, Template
 from outsize.data.tokenizer import Placed, Tokenizer
 from outsize.errors import OutsizeError
 
+_TEXTS = ("content", "reasoning_content", "thinking")  # of a message
 _BEFORE = 64  # characters between a prompt and the content of an answer
 
 
@@ -51,6 +52,28 @@ def samples(turns: Turns, template: Template, tokenizer: Tokenizer) -> list[Samp
                 found.append(home := Sample(text))
             home.spans.insert(0, (span, weight))
     return [one for one in reversed(found) if one.spans]
+
+
+def unread(turns: Turns, template: Template, made: Sequence[Sample]) -> Iterator[str]:
+    """What of a chat its template writes into none of its samples, whatever it says."""
+    for place, message in enumerate(turns.messages):
+        for name in _TEXTS:
+            said = message.get(name)
+            text = said.rpartition("</think>")[2].strip() if isinstance(said, str) else ""
+            if text and not any(text in one.text for one in made):
+                others = list(turns.messages)
+                others[place] = {**message, name: "."}
+                if _alike_written(turns, template, others):
+                    yield f"message {place + 1}, the {message['role']}'s {name}"
+
+
+def _alike_written(turns: Turns, template: Template, others: Sequence[Message]) -> bool:
+    """Whether a template writes other messages as it does a chat's."""
+    try:
+        written = template.render(turns.where, others, turns.tools, False)
+    except OutsizeError:
+        return False
+    return written == template.render(turns.where, turns.messages, turns.tools, False)
 
 
 def _answers(turns: Turns) -> Iterator[tuple[int, float]]:

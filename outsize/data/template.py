@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
@@ -77,24 +77,65 @@ class Template:
                 " no calls; set data.chat.template to one that does, as chatml, or leave that"
                 " chat out"
             )
+        why = ""
+        for written in _ways(messages):
+            if self._takes_parts:
+                written = [_in_parts(one) for one in written]
+            try:
+                text, marks = self._rendered(written, tools, prompt)
+                text.encode()
+                return text, marks
+            except OutsizeError:
+                raise
+            except UnicodeEncodeError:  # of a call, a tool, a name: contents are looked at before
+                raise OutsizeError(f"{where} holds half a surrogate pair; expected text") from None
+            except Exception as error:  # the template's own: whatever it divides, indexes, raises
+                why = why or " ".join(str(error).split())[:160]
+        raise OutsizeError(f"{where}: the chat template of {self.name} fails: {why}")
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, prompt: bool
+    ) -> tuple[str, list[Span]]:
         values = {
             **self.special, "messages": list(messages), "tools": tools, "documents": None,
             "add_generation_prompt": prompt,
         }  # fmt: skip
-        try:
-            text, marks = self._compiled.render(values)
-            text.encode()
-            return text, marks
-        except OutsizeError:
-            raise
-        except UnicodeEncodeError:  # of a call, a tool, a name: contents are looked at before
-            raise OutsizeError(f"{where} holds half a surrogate pair; expected text") from None
-        except Exception as error:  # the template's own: whatever it divides, indexes, raises
-            written = [_with_texts(one) for one in messages]
-            if written != list(messages):
-                return self.render(where, written, tools, prompt)
-            why = " ".join(str(error).split())[:160]
-            raise OutsizeError(f"{where}: the chat template of {self.name} fails: {why}") from None
+        return self._compiled.render(values)
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether it reads contents only as lists of parts, as many models that see pictures have
+        them: of a text it writes nothing, or fails."""
+        said = [{"role": one, "content": f"{one} said"} for one in ("user", "assistant")]
+
+        def writes(messages: Sequence[Message]) -> bool:
+            try:
+                text, _ = self._rendered(messages, None, False)
+            except Exception:  # the template's own, which a chat meets again
+                return False
+            return all(one["content"] in text for one in said)
+
+        return not writes(said) and writes([_in_parts(one) for one in said])
+
+
+def _ways(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+    """The same chat as templates want it: as it is, with arguments as text, with empty texts beside
+    calls, where others have none, and with both."""
+    yield messages
+    texts = [_with_texts(one) for one in messages]
+    if texts != list(messages):
+        yield texts
+    for one in (messages, texts) if texts != list(messages) else (messages,):
+        if any(said.get("content") is None for said in one):
+            yield [{**said, "content": said.get("content") or ""} for said in one]
+
+
+def _in_parts(message: Message) -> Message:
+    """A message whose content is a list of one part."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _with_texts(message: Message) -> Message:

@@ -346,6 +346,17 @@ def test_what_a_user_should_know_is_said(tmp_path):
         " otherwise once others follow"
     ]
     assert data.train.documents == 2
+    deaf = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content|upper }}{% elif m.role =="
+    deaf += " 'assistant' %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+    directory = chats.tokenizer(tmp_path / "deaf", deaf)
+    told = [("developer", "be brief"), *CHATS[0]]
+    records = [GOOD, said(*told), said(("system", " "), *told)]
+    data = opened(tmp_path, records, directory)
+    (line,) = data.skipped.warnings()
+    assert line.startswith("data: the chat template leaves out 2 texts of messages, which no token")
+    assert "chats.jsonl:2: message 1, the developer's content)" in line
+    assert data.skipped.plus(data.skipped).unread_at == data.skipped.unread_at
+    assert list(opened(tmp_path, records, directory).skipped.warnings()) == [line], "cached"
 
 
 # -- rows ------------------------------------------------------------------------------------------

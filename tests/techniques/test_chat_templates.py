@@ -229,7 +229,7 @@ def test_targets_are_those_of_a_second_implementation(tmp_path, directory, name)
         wanted = [masked(inner, *one) for one in naive(name, record)]
         assert sorted(mine) == sorted(wanted), where
     own = name == "qwen3" or name == "mistral"
-    assert bool(log.apart) == own and not log.unended
+    assert bool(log.apart) == own and not log.unended and not log.unread
 
 
 def test_a_template_that_joins_arguments_to_its_text_gets_text(tmp_path):
@@ -244,6 +244,23 @@ def test_a_template_that_joins_arguments_to_its_text_gets_text(tmp_path):
     text, _ = own.render("here", [{"role": "user", "content": "q"}, said], None, False)
     assert text == 'q<f{"a": {"b": [1, "é", null]}}>'
     assert call["arguments"] == {"a": {"b": [1, "é", None]}}
+
+
+def test_a_template_that_wants_parts_or_empty_texts_gets_them(tmp_path):
+    """As those of models that see pictures, and as GPT-OSS's, which looks into every content."""
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    calls = [said[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    parts = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+    wants = "{% for p in m.content %}{{ p.text.strip() }}{% endfor %}"
+    looks = "{{ 'x' in m.content }}{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function"
+    looks += ".arguments['a'] }}{% endif %}"
+    cases = [(parts, said, "q;a;"), (wants, said, "q;a;"), (looks, calls, "Falseq;False1;")]
+    for one, messages, written in cases:
+        (tmp_path / "own.jinja").write_text("{% for m in messages %}" + one + ";{% endfor %}")
+        own = template_of(None, open_tokenizer("bytes"), str(tmp_path / "own.jinja"))
+        assert own.render("here", messages, None, False)[0] == written
+    assert calls[1]["content"] is None and said[0]["content"] == "q"
 
 
 def test_chatml_writes_calls_as_qwen_does_and_what_writes_none_refuses_them():

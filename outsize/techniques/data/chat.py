@@ -21,7 +21,7 @@ from outsize.data.files import SourceFile
 from outsize.data.records import BadRecordError, records
 from outsize.data.source import held_out
 from outsize.data.sources import ReadLog
-from outsize.data.targets import Sample, placed, samples
+from outsize.data.targets import Sample, placed, samples, unread
 from outsize.data.template import NAMED, OWN, Template, template_of, template_text
 from outsize.errors import OutsizeError
 from outsize.registry import setting, technique
@@ -66,6 +66,9 @@ class ChatSource:
             for turns in self._chats(file, log):
                 made = samples(turns, self.template, self.given.tokenizer)
                 log.apart += len(made) - 1
+                for what in unread(turns, self.template, made):
+                    log.unread += 1
+                    log.unread_at = log.unread_at or f"{turns.where}: {what}"
                 first = made[-1].text  # of the whole chat: all of it is in one split
                 for one in made:
                     document = self._fitted(self._document(turns.where, one, first, log), log)
