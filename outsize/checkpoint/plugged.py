@@ -87,4 +87,5 @@ def _each(model: nn.Module) -> Iterator[tuple[str, str, Declared]]:
     for path, module, kind in plugged_modules(model):
         scope = path if kind is Plugged else f"{path}.{kind.slot}"
         for name, declared in declarations(module.get_submodule(kind.slot)):
-            yield scope, f"{path}.{kind.slot}.{name.removeprefix('.')}", declared
+            full = f"{path}.{kind.slot}.{name.removeprefix('.')}"
+            yield scope, full.removeprefix("."), declared

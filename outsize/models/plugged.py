@@ -94,6 +94,8 @@ def plug(model: nn.Module, adapter: Adapter, seed: int) -> None:
         found += [(path, own, Plugged if path in layers else Surrounded) for path, own in every]
     if isinstance(adapter, Wraps):
         found += [(path, own, Wrapped) for path, own in adapter.wrapping(model).items()]
+    for path, *_ in found:
+        _check_called(model, path)
     trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
     freeze(model)
     for path, own, kind in found:
@@ -102,6 +104,8 @@ def plug(model: nn.Module, adapter: Adapter, seed: int) -> None:
         _begin(own, weight.detach(), f"{path}.{kind.slot}", seed)
         module.add_module(kind.slot, own)
         module.__class__ = _subclass(type(module), kind)
+        if any(path.startswith(f"{one}." if one else "") for one in _encoders(model)):
+            module.register_forward_hook(_as_it_is)
     model.__dict__[_RECORD] = Record(adapter, trained)
 
 
@@ -112,9 +116,31 @@ def unplug(model: nn.Module) -> None:
     for _, module, kind in plugged_modules(model):
         del module._modules[kind.slot]
         module.__class__ = type(module).__mro__[1]
+        for key in [key for key, hook in module._forward_hooks.items() if hook is _as_it_is]:
+            del module._forward_hooks[key]
     del model.__dict__[_RECORD]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in record.trained)
+
+
+def _check_called(model: nn.Module, path: str) -> None:
+    """OutsizeError for a module that is called past the forward of its class."""
+    if "forward" in (module := model.get_submodule(path)).__dict__:
+        raise OutsizeError(
+            f"adapt: {path or 'the model'} has a forward of its own, beside that of its class"
+            f" {type(module).__name__}, as accelerate's device_map sets it, and would never ask an"
+            " adapter; load the model without device_map, or name other modules"
+        )
+
+
+def _encoders(model: nn.Module) -> list[str]:
+    """By path torch's encoder layers. In evaluation they multiply by the weights of their linear
+    layers themselves, unless one of these has a hook."""
+    return [p for p, one in model.named_modules() if isinstance(one, nn.TransformerEncoderLayer)]
+
+
+def _as_it_is(module: nn.Module, args: Any, y: Any) -> None:
+    """A hook that changes nothing."""
 
 
 @torch.no_grad()
@@ -180,12 +206,14 @@ def _branches(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, Seen]]:
     """The linear layers of a module by path, its own output head left out. A layer of a class that
-    adds to torch's is none: its forward may be another, or never called."""
+    adds to torch's is none: its forward may be another, or never called; nor is one whose weight is
+    no parameter, but made of others (torch.nn.utils.weight_norm)."""
     head = _head(model)
     for path, layer in model.named_modules():
         kind = type(layer)
         plain = kind is nn.Linear or (kind.__name__ == _CONV1D and hasattr(layer, "nf"))
-        if plain and layer is not head and layer.weight.is_floating_point():
+        weight = layer._parameters.get("weight")
+        if plain and layer is not head and weight is not None and weight.is_floating_point():
             yield path, Seen(layer)
 
 

@@ -243,3 +243,46 @@ def test_a_tensor_axis_is_refused_in_a_line():
     model = outsize.adapt(Tagger(), "lora", rank=2)
     with pytest.raises(OutsizeError, match="an adapter plugged in, whose layers are cut nowhere"):
         derived_of(model, [], torch.zeros(1, 3, dtype=torch.int64), 2)
+
+
+def test_an_encoder_of_torchs_asks_its_adapter_in_evaluation_too():
+    """It multiplies by weights itself there, past its layers, where nothing hangs on these."""
+    model = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True).double().eval()
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    before, plain = state_of(model), model(x)
+    hooks = [dict(one._forward_hooks) for one in model.modules()]
+    outsize.adapt(model, "lora", rank=2)
+    model.linear1.beside.b.weight.data += 0.3
+    found = model(x)
+    assert not torch.allclose(found, plain, rtol=1e-3)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), found, **CLOSE)
+        torch.testing.assert_close(outsize.merge(copy.deepcopy(model))(x), found, **CLOSE)
+    assert_same(state_of(outsize.remove_adapter(model)), before)
+    assert hooks == [dict(one._forward_hooks) for one in model.modules()]
+    assert torch.equal(model(x), plain)
+
+
+def test_a_layer_that_would_not_ask_an_adapter_is_refused_and_one_of_made_weights_left_out(
+    tmp_path,
+):
+    made = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+    outsize.adapt(made, "lora", rank=2)
+    assert not hasattr(made[0], "beside") and hasattr(made[1], "beside")
+    model = Tagger()
+    own = model.head.forward
+    model.head.forward = lambda x: 2 * own(x)  # as accelerate's device_map sets one
+    before = state_of(model)
+    with pytest.raises(OutsizeError, match="adapt: head has a forward of its own, beside that of"):
+        outsize.adapt(model, "lora", rank=2)
+    assert_same(state_of(model), before)
+    outsize.adapt(model, "lora", rank=2, targets=["layers"])
+
+
+def test_a_linear_layer_alone_has_an_adapter(tmp_path):
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+    twin = copy.deepcopy(model)
+    outsize.adapt(model, "lora", rank=2)
+    model.beside.b.weight.data += 0.3
+    outsize.save(model, tmp_path / "made", adapter_only=True)
+    assert torch.equal(outsize.adapt(twin, tmp_path / "made")(x), model(x))
