@@ -148,6 +148,7 @@ def engine(
     `engine.leads` is asked.
     """
     from outsize.models.packing import pack
+    from outsize.serve.changed import watched
     from outsize.serve.policies import parse_policy
     from outsize.serve.room import Wanted
     from outsize.serve.texts import TextEngine
@@ -168,7 +169,9 @@ def engine(
             if tokenizer is not None:
                 raise
             text = None  # prompts of token ids need none
-        return TextEngine(model, text, wanted, name, draft)
+        return TextEngine(
+            model, text, wanted, name, draft, watched(model) if model is path else None
+        )
     except BaseException:
         model.close()
         raise

@@ -30,6 +30,7 @@ from outsize.models.rope import regimes
 from outsize.runtime.session import Session
 from outsize.serve.asks import Ask, Deliver, End, Room, Token, told
 from outsize.serve.below import Below
+from outsize.serve.changed import Watched, begin_anew
 from outsize.serve.drafts import Drafter
 from outsize.serve.line import Line
 from outsize.serve.model import Model
@@ -66,8 +67,8 @@ class Engine:
     Any thread may ask; the engine's own takes the steps, and sleeps while nobody asks. session:
     what plays steps over weights that are not in memory as a whole. drafter: makes one for each
     request, where what layers keep is of single tokens. below: where pages go that are pushed out,
-    closed with it. fault: what has ended it, if something has;
-    failed: called then, once all are told.
+    closed with it. wholes: texts that are looked at. watched: sees weights that somebody changes.
+    fault: what has ended it, if something has; failed: called then, once all are told.
 
     On a mesh every worker has one, of like room. One of them leads, and is asked; the others follow
     it, and are closed when it is. pulse: told what it does.
@@ -82,6 +83,7 @@ class Engine:
         drafter: Callable[[], Drafter] | None = None,
         pulse: Heartbeat | None = None,
         below: Below | None = None,
+        watched: Watched | None = None,
     ) -> None:
         assert (below is None) == (not room.below), "the room says how many pages may lie below"
         dtype = model.prologue.tokens.weight.dtype
@@ -93,7 +95,8 @@ class Engine:
         sharing = all(one.per == "token" for one in left)
         turned = regimes(model.config.ropes.values())
         self.line = Line(room, policy, sharing, drafter if sharing else None, regime=turned)
-        self._wholes: list[_Whole] = []
+        self.wholes: list[_Whole] = []
+        self._watched, self._came = watched, False
         self._turn = False  # of a whole text, where requests go on too
         self._wake = threading.Condition()
         self._closing = False
@@ -158,6 +161,7 @@ class Engine:
             self._refuse_if_over()
             ids = prompted(ask.ids, self.model.config.virtual)
             key = self.line.add(replace(ask, ids=ids), deliver)
+            self._came = True
             self._wake.notify()
         return key
 
@@ -208,7 +212,8 @@ class Engine:
         with self._wake:
             self._refuse_if_over()
             self.line.refuse_if_full(len(ids))
-            self._wholes.append(one)
+            self.wholes.append(one)
+            self._came = True
             self.line.beside += len(one.ids)
             self._wake.notify()
         one.done.wait()
@@ -223,7 +228,7 @@ class Engine:
 
     def stuck(self, seconds: float) -> bool:
         """Whether somebody waits and no step has ended for so long, or none ever will."""
-        waits = bool(self.line.requests or self._wholes)
+        waits = bool(self.line.requests or self.wholes)
         return self.fault is not None or (waits and time.monotonic() - self._last > seconds)
 
     def _refuse_if_over(self) -> None:
@@ -245,7 +250,7 @@ class Engine:
             for request in list(self.line.requests.values()):
                 request.deliver(end)
             self.line.requests.clear()
-            for one in self._wholes:
+            for one in self.wholes:
                 one.error = OutsizeError(f"the engine has ended: {self.fault or 'it was closed'}")
                 one.done.set()
         if self.fault is not None:
@@ -253,7 +258,7 @@ class Engine:
 
     def _lead(self) -> None:
         def asked() -> bool:
-            return bool(self.line.requests or self._wholes or self._closing)
+            return bool(self.line.requests or self.wholes or self._closing)
 
         while not self._closing:
             with self._wake:  # as long as the others may wait
@@ -270,8 +275,12 @@ class Engine:
         with self._wake:
             if self._closing:
                 return
-            self._turn = bool(self._wholes) and not (self._turn and self.line.requests)
-            whole = self._wholes[0] if self._turn else None
+            if self._watched is not None:
+                came, self._came = self._came, False
+                if self._watched.changed(came):
+                    _renew(self, self._wake)
+            self._turn = bool(self.wholes) and not (self._turn and self.line.requests)
+            whole = self.wholes[0] if self._turn else None
             begin = time.perf_counter()
             feeds = self.line.feeds() if whole is None else []
         if whole is not None:
@@ -306,16 +315,32 @@ class Engine:
             raise
         finally:
             if one.error is not None or one.seen == len(one.ids):
-                with self._wake:
-                    self._wholes.remove(one)
-                    self.line.pages.end(one.owner)
-                    self.line.beside -= len(one.ids)
-                one.done.set()
+                _over(self, one, self._wake)
 
 
 def _refuse_if(closed: bool) -> None:
     if closed:
         raise OutsizeError("the engine is closed; expected an open one")
+
+
+def _over(engine: Engine, one: _Whole, lock: AbstractContextManager[object]) -> None:
+    """A text that has begun has been looked at, or is refused. lock: of the line."""
+    assert one.owner is not None, "it has begun"
+    with lock:
+        engine.wholes.remove(one)
+        engine.line.pages.end(one.owner)
+        engine.line.beside -= len(one.ids)
+    one.done.set()
+
+
+def _renew(engine: Engine, lock: AbstractContextManager[object]) -> None:
+    """Go on with weights that somebody has changed. Under the lock, so that nobody comes between
+    this and the step."""
+    engine.steps.renew()
+    begin_anew(engine.line)
+    for one in [one for one in engine.wholes if one.seen]:
+        one.error = OutsizeError("the weights were changed while this text was looked at")
+        _over(engine, one, lock)
 
 
 def _settled(engine: Engine, lock: AbstractContextManager[object]) -> bool:

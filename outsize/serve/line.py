@@ -44,6 +44,7 @@ class Line:
     cancelled: keys of who is not gone on with. part_drawn: of the tokens that requests may draw,
     those that they drew.
     regime: that tells texts apart whose tokens are turned otherwise.
+    age: of models that weights have been since the start.
     said, slots, order: of the step that was last composed, foretold seconds, how many might go, and
     who does."""
 
@@ -69,7 +70,7 @@ class Line:
         self.drawing = dict[int, Request]()
         self._owners, self.cancelled = Counter[str](), list[int]()
         self.order, self._pieces = list[Request](), list[Piece]()
-        self.beside = self.begins = 0
+        self.beside = self.begins = self.age = 0
 
     @property
     def limit(self) -> int:
@@ -143,7 +144,7 @@ class Line:
         self.counts.lost += len(pages)
         for request in list(self.going.values()):
             if not set(pages).isdisjoint(self.pages.of(request.key)):
-                self._interrupt(request)
+                self.interrupt(request)
         self.pages.lost(pages)
 
     def _composed(
@@ -240,7 +241,7 @@ class Line:
         owner = next(self._keys)
         self.pages.begin(owner, ())
         while self.pages.missing(owner, tokens) > self.pages.left:
-            self._interrupt(list(self.going.values())[-1])
+            self.interrupt(list(self.going.values())[-1])
         self.pages.extend(owner, tokens)
         return owner
 
@@ -249,14 +250,15 @@ class Line:
         the rest of it, if need be that of those behind it."""
         if not self._slots and next(_behind(self.requests, request, order), None) is None:
             return False
-        among = 0 if self._regime is None else self._regime(len(request.ask.ids))
+        turned = 0 if self._regime is None else self._regime(len(request.ask.ids))
+        among = self.age * (self.room.context + 1) + turned
         request.fed = self.pages.begin(request.key, request.ids, among)
         if not self._freed(request, len(request.ids), order):
             self.pages.end(request.key)
             request.fed = 0
             return False
         if not self._slots:
-            self._interrupt(next(_behind(self.requests, request, order)))
+            self.interrupt(next(_behind(self.requests, request, order)))
         request.fed = self.pages.restore(request.key, request.ids)
         request.slot = self._slots.pop()
         self.begins += 1
@@ -280,12 +282,12 @@ class Line:
         if lacking * self.pages.size > sum(self.pages.room(one.key) for one in behind):
             return False
         for one in behind:
-            self._interrupt(one)
+            self.interrupt(one)
             if self.pages.missing(request.key, tokens) <= self.pages.left:
                 return True
         return False
 
-    def _interrupt(self, request: Request) -> None:
+    def interrupt(self, request: Request) -> None:
         """Take a request's pages; all its tokens will be fed again, but for those that are kept."""
         self._release(request, again=True)
         request.fed = 0

@@ -138,7 +138,7 @@ class Steps:
     ) -> None:
         assert (model.home is None) == (session is None), "who has the weights plays the steps"
         self._cache = _cache(room)
-        self._own = session is None
+        self._own, self._model = session is None, model
         self.runs = runs_of(model) if session is None else None
         self._session = session or Session(model, run=self.runs)
         self._device = model.prologue.tokens.weight.device
@@ -189,6 +189,13 @@ class Steps:
     def end(self) -> None:
         """The last word to those that follow."""
         self._say(Do.END)
+
+    def renew(self) -> None:
+        """The weights, which are in memory, are others, or lie elsewhere."""
+        assert self._own, "who has the weights would know"
+        self._session.close()
+        self.runs = runs_of(self._model)
+        self._session = Session(self._model, run=self.runs)
 
     def close(self) -> None:
         if self._own:

@@ -12,6 +12,7 @@ from outsize.decode.samplers import Sampling
 from outsize.decode.text import StopStrings, pieces, prompt_ids
 from outsize.errors import OutsizeError
 from outsize.serve.asks import Ask, End, Token
+from outsize.serve.changed import Watched
 from outsize.serve.drafts import DRAFTERS
 from outsize.serve.engine import Engine
 from outsize.serve.model import Model, ends_of, ids_of
@@ -37,6 +38,7 @@ class TextEngine:
         wanted: Wanted,
         policy: str = "mixed",
         draft: str | None = None,
+        watched: Watched | None = None,
     ) -> None:
         self.text = text
         self._ends = frozenset[int]() if text is None else ends_of(model, text)
@@ -45,8 +47,9 @@ class TextEngine:
         self.plan: Served = served(model, wanted)
         self._model = model
         self.engine = Engine(
-            model, self.plan.room, playing, self.plan.session, drafter, below=self.plan.below
-        )
+            model, self.plan.room, playing, self.plan.session, drafter, below=self.plan.below,
+            watched=watched,
+        )  # fmt: skip
 
     def __enter__(self) -> TextEngine:
         self.engine.start()

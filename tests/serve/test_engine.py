@@ -675,10 +675,13 @@ def test_many_texts_at_once(tmp_path: Path) -> None:
     third = model.generate([256, *b"one"], 3)[2]
     ends = json.dumps({"eos_token_id": [256, third]})
     (tmp_path / "hf" / "generation_config.json").write_text(ends, encoding="utf-8")
-    with outsize.engine(tmp_path / "hf", requests=2) as e:  # of several end tokens any ends
+    with outsize.engine(model, requests=2) as e:  # of several end tokens any ends
         (said,) = e.generate(["one"], 8)
         assert said == "".join(e.stream("one", 8)) == outsize.generate(model, "one", 8)
         assert said == ByteTokenizer().decode(model.generate([256, *b"one"], 2))  # type: ignore[arg-type]
+        outsize.adapt(model, "lora", rank=2)
+        with pytest.raises(OutsizeError, match=r"an adapter more or less.*; expected the same"):
+            e.generate(["one"], 8)
     (tmp_path / "hf" / "generation_config.json").unlink()
     with outsize.engine(tmp_path / "hf", requests=2, policy="deadline:ttft=9000s,tpot=500s") as e:
         assert e.plan.room.slo == Slo(9000, 500)
