@@ -108,7 +108,13 @@ def test_a_seed_says_what_is_drawn(client: openai.OpenAI) -> None:
     one = client.completions.create(**ask, seed=5)
     assert client.completions.create(**ask, seed=5).choices == one.choices
     assert client.completions.create(**ask, seed=6).choices != one.choices
-    assert len({choice.text for choice in one.choices}) > 1
+    texts = [choice.text for choice in one.choices]
+    assert len(set(texts)) > 1
+    # In a list, each prompt is told what it would be alone; without a seed each draws its own.
+    both = client.completions.create(**{**ask, "prompt": ["Or ", PROMPT]}, seed=5).choices
+    assert [choice.text for choice in both[3:]] == texts
+    drawn = client.completions.create(**{**ask, "prompt": [PROMPT] * 2}).choices
+    assert [choice.text for choice in drawn[3:]] != [choice.text for choice in drawn[:3]]
 
 
 def test_streams_say_what_answers_say(client: openai.OpenAI) -> None:

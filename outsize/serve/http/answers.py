@@ -72,15 +72,19 @@ class Answer(ABC, Generic[Asked]):
         self.serving, self.prompts, self._shape, self._form = serving, prompts, shape, form
         self.asked: Asked = asked
         self.head = {"id": ident, "created": int(time.time()), "model": serving.name}
-        self.seed = secrets.randbits(62) if asked.seed is None else asked.seed
+        seed = secrets.randbits(62) if asked.seed is None else asked.seed
         self.used, self._allowed = 0, allowance({})
         stop = asked.stop or ()
         self.stops = (stop,) if isinstance(stop, str) else tuple(stop)
         for ids in prompts:
             serving.engine.check(ids, self.most(ids))
         self._bias = self._biases()
+        # With a seed each prompt of a list is told what it would be alone.
+        apart = 0 if asked.seed is not None else asked.n
         self.asks = [
-            self._ask(ids, p * asked.n + i) for p, ids in enumerate(prompts) for i in range(asked.n)
+            self._ask(ids, seed + p * apart + i)
+            for p, ids in enumerate(prompts)
+            for i in range(asked.n)
         ]
 
     async def respond(self, request: Request) -> Response:
@@ -178,9 +182,9 @@ class Answer(ABC, Generic[Asked]):
             found[int(name)] = more
         return found
 
-    def _ask(self, ids: Sequence[int], number: int) -> Ask:
+    def _ask(self, ids: Sequence[int], seed: int) -> Ask:
         asked, bias = self.asked, self._bias
-        sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, self.seed + number)
+        sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, seed)
         weighed = Weighed(sampling, asked.presence_penalty, asked.frequency_penalty, bias)
         plain = not bias and not asked.presence_penalty and not asked.frequency_penalty
         sampler: Sampler = sampling if plain else weighed
