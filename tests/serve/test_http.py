@@ -325,9 +325,28 @@ def test_bodies_that_are_none(address: tuple[str, int], monkeypatch: pytest.Monk
         ),
         ("/tokenize", {"prompt": "\ud800", "add_special_tokens": False}, "not UTF-8"),
         ("/v1/completions", b'{"prompt": ', "the body: not JSON behind 11 characters"),
+        ("/v1/completions?stream=true", {"prompt": "a"}, "the address: 'stream' behind a question"),
+        ("/v1/models?limit=1", None, "the address: 'limit' behind a question"),
+        ("/v1/completions", b'{"prompt": "a\xe9"}', "the body: not UTF-8 behind 13 bytes"),
+        ("/v1/completions", b'{"n": %s}' % (b"9" * 5000), "more digits than can be read"),
+        ("/v1/completions", b"[" * 99_999, "in one another, more than can be read"),
+        ("/v1/completions", b'{"temperature": NaN}', "the body: NaN, which is not JSON"),
+        ("/detokenize", b'{"tokens": [1], "tokens": []}', "tokens: it comes twice"),
+        ("/v1/chat/completions", b'{"messages": [], "logit_bias": {"3":1,"3":2}}', "3: it comes"),
     ):
         status, answer, _ = asked(address, path, body)
         assert status == 400 and words in answer["error"]["message"]
+        assert answer["error"]["param"] in (None, words.partition(": ")[0])
+    url, key = "http://{}:{}/tokenize".format(*address), {"authorization": f"Bearer {KEY}"}
+    for headers, words in (
+        ({"content-type": "text/plain"}, "Content-Type: 'text/plain'; expected application/json"),
+        ({}, "Content-Type: ''; expected application/json"),
+        ({"content-type": "application/json", "content-encoding": "gzip"}, "Encoding: 'gzip'"),
+    ):
+        answer = httpx.post(url, content=b'{"prompt": "a"}', headers={**headers, **key}).json()
+        assert words in answer["error"]["message"]
+    for path in ("/health", "/metrics"):  # whoever watches may ask as he is used to
+        assert httpx.get("http://{}:{}{}?a=1".format(*address, path)).status_code == 200
     for body in (b'{"prompt": ', b"\xff\xfe", b"[]", b""):
         status, answer, _ = asked(address, "/v1/completions", body)
         assert status == 400 and answer["error"]["type"] == "invalid_request_error"

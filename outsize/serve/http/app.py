@@ -41,6 +41,7 @@ from outsize.serve.http.asked import (
     Text,
     Tokens,
 )
+from outsize.serve.http.bodies import Route
 from outsize.serve.http.guard import fault, later
 from outsize.serve.http.keys import allowance
 from outsize.serve.http.metrics import metrics_of
@@ -96,6 +97,7 @@ def app_of(serving: Serving) -> FastAPI:
             yield
 
     app = FastAPI(title="Outsize", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.router.route_class = Route
     _errors(app, serving)
     _models(app, serving)
     _generation(app, serving)
@@ -132,7 +134,8 @@ def _errors(app: FastAPI, serving: Serving) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:
-        return said(error.status_code, str(error.detail), headers=error.headers)
+        detail = str(error.detail)
+        return said(error.status_code, detail, _field(detail), headers=error.headers)
 
     @app.exception_handler(OutsizeError)
     async def ours(_: Request, error: OutsizeError) -> Response:
@@ -142,8 +145,13 @@ def _errors(app: FastAPI, serving: Serving) -> None:
             return said(500, str(error))  # whatever was asked
         if isinstance(error, Missing):
             return said(404, str(error), "model")
-        field = str(error).partition(": ")[0]
-        return said(400, str(error), field if field in _FIELDS else None)
+        return said(400, str(error), _field(str(error)))
+
+
+def _field(message: str) -> str | None:
+    """That a message begins with, if it does."""
+    field = message.partition(": ")[0]
+    return field if field in _FIELDS else None
 
 
 def _wrong(every: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
@@ -153,8 +161,7 @@ def _wrong(every: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
         return f"the body: not JSON behind {counted(first['loc'][-1], 'character')}", None
     if first["type"] == "value_error":  # of fields that do not go together
         message = str(first["ctx"]["error"])
-        field = message.partition(": ")[0]
-        return message, field if field in _FIELDS else None
+        return message, _field(message)
     own = [one for one in every if one["loc"][:2] == first["loc"][:2]]
     # Of several forms that it might have the one that it fits furthest.
     first = max(own, key=_fits)
