@@ -99,6 +99,14 @@ def _take(job: Job, names: set[str]) -> None:
                 chunk.master[begin - first : end - first].copy_(chunk.parameters[begin:end])
 
 
+def absent(job: Job) -> dict[str, nn.Parameter]:
+    """Parameters by name that show no values between two steps: of chunks that are away, and of
+    stages on other workers."""
+    here = {slot.name for chunk in job.chunks for slot in chunk.table.slots}
+    here -= {slot.name for chunk in away(job) for slot in chunk.table.slots}
+    return {name: parameter for name, parameter in job.owners.items() if name not in here}
+
+
 def away(job: Job) -> Iterator[Chunk]:
     """Chunks whose parameters are here at times only, since they rest on a tier or in shares on
     several workers: what they show between two steps is not theirs."""

@@ -27,7 +27,7 @@ from outsize.simulate import Forecast
 from outsize.train.prepared import states
 from outsize.train.prepared.batches import AsGiven, filled, refuse_empty, rows_in, tokens_of
 from outsize.train.prepared.bodies import Moving
-from outsize.train.prepared.changed import Changes, away
+from outsize.train.prepared.changed import Changes, absent, away
 from outsize.train.prepared.making import Preparing, refuse_small_budget
 from outsize.train.prepared.module import Buffers, Guard, without_caches, without_sparse
 from outsize.train.prepared.optimizers import Handed
@@ -129,7 +129,8 @@ class Prepared:
         if drawn is not None:
             self._buffers.begin()
         try:
-            loss = self._stepped(batch, lr)
+            with self._guard.computing():
+                loss = self._stepped(batch, lr)
         except Uncut:
             # Blocks that were found and are not called once each, in order, are no blocks.
             job, steps = self._job, int(self._handed.steps)
@@ -141,7 +142,8 @@ class Prepared:
                 self._pending, self._job = _ended(job, self._handed), None
             self.preparing.settings = replace(self.settings, blocks=())
             self._broken = False
-            loss = self._stepped(batch, lr)
+            with self._guard.computing():
+                loss = self._stepped(batch, lr)
         self._buffers.ended()
         if parts:
             self._moving.ended(self.preparing.world, rows_in(batch))
@@ -157,7 +159,7 @@ class Prepared:
         self._broken = True
         if isinstance(batch, Batch):
             batch = filled(batch, job.plan.microbatches)
-        with self._guard.computing(), leaving(self.preparing.abort), averages:
+        with leaving(self.preparing.abort), averages:
             loss = job.step(batch, lr, rows_in(batch))
         self._broken = False
         self._changes.note(job)
@@ -224,8 +226,10 @@ class Prepared:
             self._pending = into
         else:
             job = self._job
-            self._handed.count(self.preparing.alike(lambda: into(job)))
+            with self._guard.computing():
+                self._handed.count(self.preparing.alike(lambda: into(job)))
             self._changes.note(job)
+            self._handed.show(lambda: self._job, self._lone)
 
     def _ready(self, batch: Any, lr: float | None = None) -> tuple[Any, Job]:
         """A batch that no worker refuses, and the job, which the first one makes."""
@@ -262,6 +266,7 @@ class Prepared:
         if pending is not None:
             self._handed.count(self.preparing.alike(lambda: pending(job)))
             self._pending = None
+        self._guard.hidden(absent(job))
         return job
 
     def close(self) -> None:
@@ -270,6 +275,7 @@ class Prepared:
         axis has cut and of stages on other workers, which are not all here: the module's own
         forward and state_dict stay refused."""
         try:
+            self._guard.hidden({})
             if self._job is not None:
                 if not self._broken:
                     self._job.method.settle(shown=True)

@@ -18,6 +18,7 @@ from outsize.models.plugged import record_of
 from outsize.parallel.automatic.derive import Derived, derive
 from outsize.runtime.adopted.flow import arguments
 from outsize.torch_private import buffers_here, changes
+from outsize.train.prepared.elsewhere import hide, show
 
 Blocks = Sequence[tuple[str, nn.Module]]
 
@@ -190,20 +191,32 @@ def said(sizes: Mapping[str, int], found: Mapping[str, Derived]) -> str:
 
 class Guard:
     """Refuses a module's own forward and state_dict while they would tell of other values than the
-    module's. why: what is the matter, and what to call instead."""
+    module's. why: what is the matter, and what to call instead. So it does with parameters whose
+    values are not here."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._ours = False  # the forward at hand is the job's
+        self._hidden: Mapping[str, nn.Parameter] = {}
 
     @contextmanager
     def computing(self) -> Iterator[None]:
         """While the job computes."""
-        self._ours = True
+        within, self._ours = self._ours, True
+        show(self._hidden.values())
         try:
             yield
         finally:
-            self._ours = False
+            self._ours = within
+            if not within:
+                hide(self._hidden)
+
+    def hidden(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """These, by name, and no others, have values while the job computes only."""
+        show(self._hidden.values())
+        self._hidden = parameters
+        if not self._ours:
+            hide(parameters)
 
     def forward(self, why: str) -> Any:
         """Refuse it from now on, until the handle that this gives is removed."""

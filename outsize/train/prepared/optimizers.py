@@ -3,6 +3,7 @@ every step, and it has the states of the job."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 
@@ -18,6 +19,7 @@ from outsize.runtime.handlers.training import Training
 from outsize.runtime.recipe import Group, Recipe
 from outsize.torch_private import changes, disable_current_modes, hooks_of_steps, mark_stepped
 from outsize.train.prepared import states
+from outsize.train.prepared.elsewhere import Unshown
 
 
 class Handed:
@@ -33,6 +35,7 @@ class Handed:
         self.recipe(None)  # refuses what it cannot train
         self._refuse_hooks(own=0)
         self._shown: list[states.Shown] = []
+        self._unshown: Unshown | None = None  # what the optimizer has instead of states
         self._hook: RemovableHandle | None = None
         self._show: Callable[[], None] = _nothing
 
@@ -75,7 +78,7 @@ class Handed:
             return _nothing
 
         def loaded(_: object) -> None:
-            self._shown = []
+            self._shown, self._unshown = [], None
             take(partial(states.taken, optimizer=theirs))
             self._show()
 
@@ -148,16 +151,25 @@ class Handed:
         self._counted = changes(self.steps)
 
     def show(self, job: Callable[[], Job | None], views: bool) -> None:
-        """After the first step: it has the states of the job as they are here where those are
-        views, which lie whole on the device; else when its state_dict is asked for."""
+        """After a step: it has the states of the job as they are here where those are views, which
+        lie whole on the device; else copies from when its state_dict is asked for until the next
+        step, and before nothing that can be read."""
         theirs = self._theirs
-        if theirs is None or self._hook is not None:
+        if theirs is None:
+            return
+        if not views:
+            self._shown, self._unshown = [], Unshown()
+            theirs.state = self._unshown
+        if self._hook is not None:
             return
 
         def show(*_: object) -> None:
             made = job()
-            if made is not None:
-                self._shown = states.shown(made, theirs, self.steps, views)
+            if made is None:
+                return
+            if not views:
+                theirs.state, self._unshown = defaultdict(dict), None
+            self._shown = states.shown(made, theirs, self.steps, views)
 
         if views:
             show()
@@ -168,13 +180,16 @@ class Handed:
         """Go on from states that have been edited in the optimizer since. views: as `show` was
         told. OutsizeError where it has copies."""
         theirs = self._theirs
-        if theirs is None or not self._shown:
+        if theirs is None:
+            return
+        replaced = self._unshown is not None and theirs.state is not self._unshown
+        if not (self._shown or replaced):
             return
         same, counted = [], changes(self.steps) == self._counted
         for one in self._shown:
             if one.same(theirs) and (counted or one.value is not self.steps):
                 same.append(one)
-        if len(same) == len(self._shown):
+        if len(same) == len(self._shown) and not replaced:
             return
         if not views:
             raise OutsizeError(

@@ -58,9 +58,10 @@ class Options(TypedDict, total=False):
     With memory, states that do not fit rest on tiers: host_memory, RAM beside it, as "4GiB"; disk,
     folders as "DIR[,DIR][:SIZE]"; tiers, memory with a path as "NAME=PATH:SIZE". The model's
     parameters move there at the first step, one chunk at a time, and have no values of their own
-    any more: `evaluate` computes with them, `weights` reads them, and the model's own forward is
-    refused until they are back on the device. Of several workers sizes are of each; beside a data
-    axis optimizer states alone go below, of each worker's own share.
+    any more: `evaluate` computes with them, `weights` reads them, and the model's own forward, or
+    to read one (or optimizer.state), is refused until they are back on the device. Of several
+    workers sizes are of each; beside a data axis optimizer states alone go below, of each worker's
+    own share.
 
     Under torchrun every worker calls `prepare` with its own rows of each batch, as many as the
     others. mesh: "data=2,tensor=2"; by default all workers are on the data axis. zero: which states

@@ -105,8 +105,7 @@ def save(job: Job, model: nn.Module, steps: int, path: Path) -> Path:
 
 def load(job: Job, model: nn.Module, path: Path) -> int:
     """Put the last checkpoint of `save` into a job; gives the steps made."""
-    with Store(path) as store:
-        found = store.load()
+    found = Store(path).load()  # without its lock, which one worker alone could hold
     if found.meta.get("kind") != KIND:
         raise OutsizeError(f"{path} is not what job.save writes; expected its directory")
     restore_states(found, job, _weights(found, job, model))
