@@ -184,14 +184,18 @@ def adapters_of(said: Iterable[str]) -> list[tuple[str, float]]:
     return found
 
 
-def refuse_unused(ctx: click.Context, names: Iterable[str], beside: str) -> None:
+def refuse_unused(
+    ctx: click.Context, names: Iterable[str], beside: str = "", without: str = ""
+) -> None:
     """OutsizeError naming the first of these parameters that was given. beside: what makes it say
-    nothing, as "--resume, whose run has its own"."""
+    nothing, as "--resume, whose run has its own"; without: the option that it goes with."""
     for parameter in ctx.command.params:
         given = ctx.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
         if given and parameter.name in names:
             option = isinstance(parameter, click.Option)
             what = parameter.opts[-1] if option else f"{ctx.params[parameter.name]}"
+            if without:
+                raise OutsizeError(f"{what} goes with {without}; add that, or leave {what} out")
             raise OutsizeError(f"{what} is given beside {beside}; leave one of them out")
 
 

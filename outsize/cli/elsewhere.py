@@ -98,7 +98,7 @@ class Elsewhere:
 
     def refuse(self, ctx: click.Context) -> None:
         """OutsizeError for options that say nothing without --hardware."""
-        refuse_unused(ctx, _NAMES[1:], "no --hardware, which they go with")
+        refuse_unused(ctx, _NAMES[1:], without="--hardware")
 
     def plan(
         self, ctx: click.Context, name: str | None, sets: tuple[str, ...],
@@ -243,8 +243,11 @@ def _values(sets: tuple[str, ...]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for each in sets:
         key, equals, value = each.partition("=")
-        if key not in KEYS or not equals:
-            raise OutsizeError(f"--set {each}: beside --hardware expected{nearest(key, KEYS)}")
+        if key not in KEYS:
+            known = nearest(key, KEYS)
+            raise OutsizeError(f"--set {each}: {key!r} is no key of a forecast elsewhere{known}")
+        if not equals:
+            raise OutsizeError(f"--set {each}: no value; expected {each}=VALUE")
         found[key] = yaml.safe_load(value)
     return found
 

@@ -78,13 +78,13 @@ def plan(
         refuse_unused(ctx, (*lone, *draws), "--serve, which is of `outsize serve`")
         show_serving(model or target, served, places, as_json)
         return
-    refuse_unused(ctx, NAMES, "a run that is not served: they go with --serve")
+    refuse_unused(ctx, NAMES, without="--serve")
     if prompt_tokens is not None:
         other = ("sets", "out", "host_memory", "disk", "tiers")
         refuse_unused(ctx, other, "--prompt-tokens, which is of `outsize generate`")
         _generation(model or target, prompt_tokens, drawn, places, as_json)
         return
-    refuse_unused(ctx, draws, "a run that is trained: they go with --prompt-tokens")
+    refuse_unused(ctx, draws, without="--prompt-tokens")
     _training(values_of(target, (*sets, *as_sets({"model.name": model, **places}))), out, as_json)
 
 

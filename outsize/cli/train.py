@@ -64,7 +64,7 @@ def train(
     Workers of several machines are started by torchrun: torchrun ... -m outsize train RUN.
     """
     if resume is None:
-        refuse_unused(ctx, ("on_damage",), "no --resume, which it is about")
+        refuse_unused(ctx, ("on_damage",), without="--resume")
     else:
         refuse_unused(
             ctx, ("run", "plan_file"), f"--resume {resume}, whose values are those of that run"

@@ -109,19 +109,19 @@ def verify(
         unused = (*_NOT_OF_RUNS, "count", "tokens", "memory", "overlap", "serve")
         refuse_unused(ctx, unused, f"--run {run}, which is as it was")
         ctx.exit(_replay(run, start, steps, as_json, console()))
-    refuse_unused(ctx, ("start",), "no --run, whose checkpoint it is")
+    refuse_unused(ctx, ("start",), without="--run")
     if tokens is not None:
         refuse_unused(ctx, _NOT_OF_TOKENS, f"--generate {tokens}, which trains nothing")
         spread = Spread(workers, mesh, memory, overlap, device)
         ctx.exit(_generate(target, tokens, spread, seed, as_json, console()))
-    refuse_unused(ctx, ("memory", "overlap"), "no --generate, which they are of")
+    refuse_unused(ctx, ("memory", "overlap"), without="--generate")
     if serve or count is not None:
         asked = Asked(count or SERVED, seed, workers or DRAWN_WORKERS, precision, processes, device)
         drawn = "--serve" if serve else f"--random {count}"
         barred: tuple[str, ...] = _NOT_OF_SERVING if serve else _NOT_OF_DRAWS
         refuse_unused(ctx, barred, f"{drawn}, which draws all of that")
         ctx.exit(_served(target, asked, as_json) if serve else _random(asked, as_json))
-    refuse_unused(ctx, ("seed", "precision"), "no --random, whose draws it is of")
+    refuse_unused(ctx, ("seed", "precision"), without="--random")
     cut = _cut(zero, shards, sequence_parallel)
     given = (*sets, *as_sets({"workers": workers, "mesh": mesh, **cut}))
     verdict = _verdict(wanted(target, given, steps or STEPS, resume, device), processes)

@@ -75,7 +75,7 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.groups:
             raise OutsizeError("a cluster without devices; expected at least one group")
-        _square(self.rates, self.nodes)
+        square(self.rates, self.nodes)
 
     @property
     def count(self) -> int:
@@ -175,17 +175,21 @@ def latency(seconds: float) -> Rate:
     return Rate(seconds, "s", "NCCL 2.19 tuning, Isaev et al., Calculon, 2023", "2026-11-26")
 
 
-def _square(rates: Sequence[Sequence[float]], nodes: int) -> None:
-    """Refuse a matrix of rates that is none of these nodes'."""
+def square(
+    rates: Sequence[Sequence[float]], nodes: int, what: str = "rates", unit: str = "B/s"
+) -> None:
+    """Refuse a matrix of rates, in `unit`, that is none of these nodes'."""
     if not rates:
         return
     for i, row in enumerate(rates):
         if len(row) != len(rates):
             raise OutsizeError(
-                f"rates: row {i} has {len(row)} entries of {len(rates)}; expected a square matrix"
+                f"{what}: row {i} has {len(row)} entries of {len(rates)}; expected a square matrix"
             )
         for j, value in enumerate(row):
             if i != j and not 0 < value < math.inf:
-                raise OutsizeError(f"rates: from {i} to {j} is {value}; expected more than 0 B/s")
+                raise OutsizeError(
+                    f"{what}: from {i} to {j} is {value:g} {unit}; expected more than 0"
+                )
     if len(rates) != nodes:
-        raise OutsizeError(f"rates: a matrix of {len(rates)} nodes; expected {nodes}")
+        raise OutsizeError(f"{what}: a matrix of {len(rates)} nodes; expected {nodes}")

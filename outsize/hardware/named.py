@@ -28,7 +28,12 @@ def known(name: str) -> str:
     """A device's name as the catalogue has it, from any case. Raises OutsizeError for others."""
     found = {key.upper(): key for key in ROWS}.get(name.upper())
     if found is None:
-        longer = [repr(key) for key in ROWS if key.upper().startswith(f"{name.upper()}-")]
+        said = f"{name.upper()}-"
+        longer = [
+            repr(key)
+            for key in ROWS
+            if key.upper().startswith(said) or said.startswith(f"{key.upper()}-")
+        ]
         meant = f"; did you mean {' or '.join(longer)}?" if longer else nearest(name, names())
         raise OutsizeError(f"device {name!r} is not in the catalogue{meant}")
     return found

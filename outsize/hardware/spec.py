@@ -22,7 +22,17 @@ from typing import Literal
 
 from outsize import typed
 from outsize.errors import OutsizeError
-from outsize.hardware.cluster import FAR, NEAR, Cluster, Group, Level, latency, of_machine, rated
+from outsize.hardware.cluster import (
+    FAR,
+    NEAR,
+    Cluster,
+    Group,
+    Level,
+    latency,
+    of_machine,
+    rated,
+    square,
+)
 from outsize.hardware.devices import ROWS
 from outsize.hardware.form import loads
 from outsize.hardware.hardware import Device, Hardware, Rate, Tier
@@ -127,10 +137,12 @@ def _read(path: str | Path) -> Hardware | Cluster:
         )
     made = parse_spec(file.spec)
     scale = parse_rate(f"1{file.unit}", f"{path}: unit").value
+    alone = made.nodes == 1 and len(file.rates) == made.count
+    square(file.rates, made.count if alone else made.nodes, f"{path}: rates", file.unit)
     rates = tuple(tuple(value * scale for value in row) for row in file.rates)
     groups = tuple(replace(g, device=_priced(g.device, file, str(path))) for g in made.groups)
     made = replace(made, groups=groups, source=file.source)
-    if made.nodes == 1 and len(rates) == made.count:
+    if alone:
         made = rated(made, rates)
     return replace(made, rates=rates)
 

@@ -81,7 +81,7 @@ def test_plan_predicts_what_timing_does(invoke, directory, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--max-tokens", 5), "--max-tokens is given beside a run"),
+        (("--max-tokens", 5), "--max-tokens goes with --prompt-tokens"),
         (("--prompt-tokens", 5, "--set", "train.steps=3"), "--set is given beside --prompt-tokens"),
         (
             ("--prompt-tokens", 5, "--memory", "1KiB", "--mesh", "tensor=2"),

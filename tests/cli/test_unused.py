@@ -12,13 +12,13 @@ from outsize.cli.main import main
 
 CASES = {
     "train run.yaml --resume runs/a": "run.yaml is given beside --resume runs/a",
-    "train --on-damage previous": "--on-damage is given beside no --resume",
+    "train --on-damage previous": "--on-damage goes with --resume; add that, or leave",
     "train --workers 2 --workers 3": "--workers is given more than once",
     "generate m --prompt a --prompt b": "--prompt is given more than once",
     "plan tiny --model mini": "tiny is given beside --model mini",
     "verify tiny --random 3": "tiny is given beside --random 3",
     "verify --random 3 --mesh data=2": "--mesh is given beside --random 3",
-    "verify --seed 3": "--seed is given beside no --random",
+    "verify --seed 3": "--seed goes with --random",
 }
 
 

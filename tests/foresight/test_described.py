@@ -280,16 +280,17 @@ def test_stages_between_the_ends_hold_no_vocabulary_and_fewer_microbatches() -> 
             ("llama3-8b", "--hardware", "RTX-4090 + 16GiB host"),
             "devices would do (host: searched too)",
         ),
-        (("llama3-8b", "--require", "tensor=2"), "--require is given beside no --hardware"),
+        (("llama3-8b", "--require", "tensor=2"), "--require goes with --hardware; add that"),
         (("llama3-8b", "--hardware", NODE, "--mesh", "data=2,tensor=2"), "has 4 workers"),
-        (("llama3-8b", "--hardware", NODE, "--set", "train.steps=3"), "beside --hardware"),
+        (("llama3-8b", "--hardware", NODE, "--set", "train.steps=3"), "is no key of a forecast"),
+        (("llama3-8b", "--hardware", NODE, "--set", "plan.zero"), "expected plan.zero=VALUE"),
         (("llama3-8b", "--hardware", NODE, "--set", "plan.zero=2"), "forecasts 0, 1 and 3"),
         (("llama3-8b", "--hardware", NODE, "--set", "precision=int3"), "precision 'int3'"),
         (
             ("llama3-8b", "--hardware", NODE, "--set", "precision=fp8", "--out", "p.yaml"),
             "fp8 is foretold only",
         ),
-        (("llama3-8b", "--tokens", "1G"), "--tokens is given beside no --hardware"),
+        (("llama3-8b", "--tokens", "1G"), "--tokens goes with --hardware"),
     ],
 )
 def test_what_is_refused_is_one_line(words: tuple[str, ...], said: str) -> None:

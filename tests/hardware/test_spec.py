@@ -120,6 +120,7 @@ def test_case_and_spaces_say_nothing(text: str) -> None:
     [
         ("8xH100-SXN", "did you mean 'H100-SXM'"),
         ("8xh100", "did you mean 'H100-SXM' or 'H100-SXM-96' or 'H100-PCIe'?"),
+        ("8xH200-SXM", "did you mean 'H200'?"),
         ("0xH100-SXM", "a count of 0"),
         ("2 x 0 H100-SXM", "a count of 0"),
         ("2 x 8 H100-SXM @ 25", "'25' has no unit; expected as 25GB/s"),
@@ -153,9 +154,10 @@ def test_bad_specs_are_one_clear_line(text: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("rates", "said"),
     [
-        ("[[0, 1], [1]]", "row 1 has 1 entries of 2; expected a square matrix"),
-        ("[[0, 1], [0, 0]]", "from 1 to 0 is 0.0; expected more than 0"),
-        ("[[0]]", "a matrix of 1 nodes; expected 2"),
+        ("[[0, 1], [1]]", "bad.yaml: rates: row 1 has 1 entries of 2; expected a square matrix"),
+        ("[[0, 1], [0, 0]]", "bad.yaml: rates: from 1 to 0 is 0 GB/s; expected more than 0"),
+        ("[[0, -4], [1, 0]]", "bad.yaml: rates: from 0 to 1 is -4 GB/s; expected more than 0"),
+        ("[[0]]", "bad.yaml: rates: a matrix of 1 nodes; expected 2"),
     ],
 )
 def test_bad_matrices(tmp_path: Path, rates: str, said: str) -> None:

@@ -396,7 +396,7 @@ def test_a_plan_of_serving_is_printed(directory: Path, tmp_path: Path) -> None:
         code, text = said(directory, "--serve", "--traffic", traffic, *words)
         assert code == 2 and text.startswith(f"error: {line}") and text.count("\n") == 1
     code, text = said(directory, "--rate", "2")
-    assert code == 2 and "--rate is given beside a run that is not served" in text
+    assert code == 2 and "--rate goes with --serve" in text
 
 
 @pytest.mark.parametrize("collecting", [True, False])
