@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from outsize.foresight.planning.asked import Asked, Condition, Value
     from outsize.foresight.planning.choose import Choice, Planned
     from outsize.foresight.shape import Shape
-    from outsize.hardware import Cluster
+    from outsize.hardware import Cluster, Rate
     from outsize.plan import Plan
 
 SEQUENCE, TOKENS = 4096, 4 << 20  # of a row, and of a step, where nothing is said
@@ -56,14 +56,7 @@ _NAMES = (
     "tokens", "price", "watts", "top",
 )  # fmt: skip
 
-_LIKE = (
-    "max_devices",
-    "explain",
-    "html",
-    "tokens",
-    "price",
-    "watts",
-)  # of devices of one kind alone
+_LIKE = ("max_devices", "explain", "html")  # of devices of one kind alone
 
 
 def described(command: Callable[..., None]) -> Callable[..., None]:
@@ -130,15 +123,17 @@ class Elsewhere:
             shape = shape_of(name)
         asked = replace(asked, carried_out=out is not None)
         if not cluster.alike:
-            from outsize.cli.elsewhere_unlike import plan_unlike
+            from outsize.cli.elsewhere_unlike import show_unlike
+            from outsize.foresight.planning.unlike import choose_unlike
 
             refuse_unused(ctx, _LIKE, "unlike devices, of which it is not known yet")
-            uneven = plan_unlike(name, shape, asked, cluster, self.top, as_json)
-            _write(
-                out,
-                name,
-                plan_of(shape, uneven.layout, uneven.blocks, uneven.shares) if out else None,
-            )
+            price = self._rates(cluster)
+            plans = choose_unlike(shape, asked, cluster, self.top)
+            uneven, step = plans[0], float(asked.batch * asked.sequence)
+            cost = self._cost(step, uneven.seconds, cluster.count, price)
+            plan = plan_of(shape, uneven.layout, uneven.blocks, uneven.shares) if out else None
+            _write(out, name, plan)
+            show_unlike(name, asked, plans, cost, as_json)
             return
         price = self._rates(cluster)
         made = choose(shape, asked, cluster, self.top)
@@ -146,8 +141,9 @@ class Elsewhere:
             raise OutsizeError(_nothing_fits(name, shape, asked, cluster, made))
         if self.html is not None:
             _draw(self.html, name, shape, cluster, made.plans[0])
-        answer = Answer(shape, asked, cluster, made, self._cost(made, price))
         best = made.plans[0]
+        cost = self._cost(best.tokens, best.seconds, best.layout.devices, price)
+        answer = Answer(shape, asked, cluster, made, cost)
         digest = "" if shape.module is None else shape.module.digest
         _write(out, name, plan_of(shape, best.layout) if out else None, best.machines, digest)
         show(answer, self.explain, as_json)
@@ -181,33 +177,44 @@ class Elsewhere:
         return asked, tokens
 
     def _rates(self, cluster: Cluster) -> tuple[float | None, float | None]:
-        """Money an hour and watts of a device, as said or as its sheet has them. Raises
-        OutsizeError where the objective asks for one that nobody knows."""
+        """Money an hour and watts of a device, as said or as its sheet has them; of unlike ones
+        their mean. Raises OutsizeError where the objective asks for one that nobody knows."""
         price, watts = _price(self.price), self.watts
         if watts is not None and not 0 < watts < math.inf:
             raise OutsizeError(f"--watts is {watts}; expected more than 0")
-        device = cluster.groups[0].device
-        price = price or (device.price.value if device.price else None)
-        watts = watts or (device.watts.value if device.watts else None)
+        price = price or _mean(cluster, [group.device.price for group in cluster.groups])
+        watts = watts or _mean(cluster, [group.device.watts for group in cluster.groups])
         if self.objective == "cost" and price is None:
             raise OutsizeError("--objective cost without a price; expected --price, as 2.50/h")
         if self.objective == "energy" and watts is None:
             raise OutsizeError("--objective energy without watts; expected --watts, as 700")
         return price, watts
 
-    def _cost(self, made: Choice, rates: tuple[float | None, float | None]) -> dict[str, float]:
-        """Days, device-hours, money and kWh of the whole run, as far as they are known."""
+    def _cost(
+        self, tokens: float, step: float, devices: int, rates: tuple[float | None, float | None]
+    ) -> dict[str, float]:
+        """Days, device-hours, money and kWh of the whole run, as far as they are known. tokens,
+        step: of one step, and its seconds."""
         if self.tokens is None:
             return {}
-        best, (price, watts) = made.plans[0], rates
-        seconds = _count(self.tokens, "--tokens") / best.tokens * best.seconds
-        hours = seconds / 3600 * best.layout.devices
+        price, watts = rates
+        seconds = _count(self.tokens, "--tokens") / tokens * step
+        hours = seconds / 3600 * devices
         found = {"days": seconds / 86400, "device_hours": hours}
         if price is not None:
             found["money"] = price * hours
         if watts is not None:
             found["kwh"] = watts * hours / 1000
         return found
+
+
+def _mean(cluster: Cluster, rates: Sequence[Rate | None]) -> float | None:
+    """Over all devices, of what each group's have; None where a group's is not known."""
+    known = [rate.value for rate in rates if rate is not None]
+    if len(known) < len(rates):
+        return None
+    counts = [group.count for group in cluster.groups]
+    return sum(n * value for n, value in zip(counts, known, strict=True)) / cluster.count
 
 
 def _nothing_fits(name: str, shape: Shape, asked: Asked, cluster: Cluster, made: Choice) -> str:

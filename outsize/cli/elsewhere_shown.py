@@ -292,9 +292,14 @@ def _said(answer: Answer) -> Iterator[str]:
         yield f"{best.layout.precision} is foretold only: this runtime has it not"
     if answer.shape.module is not None and answer.shape.module.note:
         yield answer.shape.module.note
-    units = {"days": " days", "device_hours": " device-hours", "money": " money", "kwh": " kWh"}
     if answer.cost:
-        yield "; ".join(f"{value:,.1f}{units[name]}" for name, value in answer.cost.items())
+        yield cost_said(answer.cost)
+
+
+def cost_said(cost: Mapping[str, float]) -> str:
+    """Of a whole run, in one line."""
+    units = {"days": " days", "device_hours": " device-hours", "money": " money", "kwh": " kWh"}
+    return "; ".join(f"{value:,.1f}{units[name]}" for name, value in cost.items())
 
 
 def _print_why(answer: Answer, why: Why) -> None:

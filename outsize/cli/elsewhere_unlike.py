@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 
+from outsize.cli.elsewhere_shown import cost_said
 from outsize.foresight.planning.asked import Asked, value_of
 from outsize.foresight.planning.uneven import Uneven
-from outsize.foresight.planning.unlike import choose_unlike
 from outsize.foresight.planning.written import mesh_said
-from outsize.foresight.shape import Shape
-from outsize.hardware import Cluster
 
 
-def plan_unlike(
-    name: str, shape: Shape, asked: Asked, cluster: Cluster, top: int, as_json: bool
-) -> Uneven:
-    """Choose and print; gives the best."""
-    made = choose_unlike(shape, asked, cluster, top)
+def show_unlike(
+    name: str, asked: Asked, made: Sequence[Uneven], cost: Mapping[str, float], as_json: bool
+) -> None:
+    """Print plans, the best one first. cost: of the whole run, as far as it is known."""
     if as_json:
-        said = {"model": name, "devices": cluster.count, "plans": [_as_json(one) for one in made]}
+        plans = [_as_json(one) for one in made]
+        said = {"model": name, "devices": made[0].layout.devices, "plans": plans, **cost}
         click.echo(json.dumps(said, indent=2))
     else:
-        _print(made, asked)
-    return made[0]
+        _print(made, asked, cost)
 
 
 def _as_json(one: Uneven) -> dict[str, Any]:
@@ -50,7 +48,7 @@ def _as_json(one: Uneven) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _print(made: list[Uneven], asked: Asked) -> None:
+def _print(made: Sequence[Uneven], asked: Asked, cost: Mapping[str, float]) -> None:
     from outsize.memory import format_bytes
     from outsize.screen import FIGURES, console, say, show, table
 
@@ -78,3 +76,5 @@ def _print(made: list[Uneven], asked: Asked) -> None:
         f"{asked.batch} rows of {asked.sequence} tokens a step;"
         f" {'blocks' if staged else 'rows'} by what the devices of each compute and hold",
     )
+    if cost:
+        say(out, cost_said(cost))

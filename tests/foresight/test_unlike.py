@@ -83,7 +83,11 @@ def test_faster_devices_take_more_blocks_and_the_plan_says_where(tmp_path: Path)
     path = tmp_path / "plan.yaml"
     words = ("llama3-8b", "--hardware", MIXED, "--set", "train.batch_tokens=256K")
     required = ("--require", "pipeline=4,rows=1")
-    made = json.loads(invoke(*words, *required, "--json", "--out", str(path)).output)
+    whole = ("--tokens", "1G", "--price", "2/h")
+    made = json.loads(invoke(*words, *required, *whole, "--json", "--out", str(path)).output)
+    hours = 1e9 / made["plans"][0]["tokens_per_s"] / 3600
+    assert made["days"] == pytest.approx(hours / 24) and made["money"] == pytest.approx(16 * hours)
+    assert made["kwh"] == pytest.approx((4 * 0.7 + 4 * 0.4) * hours)  # of the data sheets
     stages = made["plans"][0]["stages"]
     count = {stage["device"]: stage["blocks"] for stage in stages}
     assert sum(stage["blocks"] for stage in stages) == 32
@@ -91,7 +95,8 @@ def test_faster_devices_take_more_blocks_and_the_plan_says_where(tmp_path: Path)
     assert all(stage["bytes"] <= stage["room"] for stage in stages)
     blocks = [stage["blocks"] for stage in stages]
     assert list(read_plan(path).plan.pipeline.cuts) == [1 + sum(blocks[:i]) for i in (1, 2, 3)]
-    assert "A100-SXM-80" in invoke(*words, *required).output
+    said = invoke(*words, *required, *whole).output
+    assert "A100-SXM-80" in said and " device-hours; " in said
 
 
 def machines(folder: Path, **rates: float) -> str:
