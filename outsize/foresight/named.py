@@ -173,7 +173,10 @@ def _json(path: Path) -> Mapping[str, Any]:
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise OutsizeError(f"{path}: not JSON: {error}") from None
+        asked = "expected a config.json, or the name of a published model or a preset"
+        if path.suffix in (".yaml", ".yml"):
+            asked += "; a run's or a plan's model goes by its name, its values in --set KEY=VALUE"
+        raise OutsizeError(f"{path}: not JSON: {error}; {asked}") from None
     if not isinstance(values, dict):
         raise OutsizeError(f"{path}: expected an object of settings")
     inner = values.get("text_config")

@@ -312,3 +312,10 @@ def test_bad_configs(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     path.write_text(json.dumps({**CONFIG, **change}))
     result = invoke(str(path), "--hardware", NODE)
     assert result.exit_code == 2 and said in " ".join(result.output.split())
+
+
+def test_a_run_file_is_no_model_elsewhere(tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text("model: {name: tiny}")
+    text = " ".join(invoke(str(run), "--hardware", NODE).output.split())
+    assert "run.yaml: not JSON" in text and "a run's or a plan's model goes by its name" in text
