@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import click
 
 from outsize.cli.command import Command
+from outsize.errors import OutsizeError, counted
 
 if TYPE_CHECKING:
+    from outsize.hardware import Hardware
     from outsize.train.rehearsed import Rehearsed
 
 
@@ -27,10 +29,9 @@ def rehearse(
     import dataclasses
     import json
 
-    from outsize.hardware import parse_spec
     from outsize.train.rehearsed import rehearsed
 
-    machine = None if hardware is None else parse_spec(hardware).hardware()
+    machine = None if hardware is None else _machine(plan_file, hardware)
     made = rehearsed(plan_file, model, machine)
     room = None if machine is None else machine.devices[0].memory_bytes
     most = max(worker.played for worker in made.workers)
@@ -52,8 +53,22 @@ def rehearse(
     ctx.exit(0 if fits else 1)
 
 
+def _machine(plan_file: Path, spec: str) -> Hardware:
+    """The hardware of a SPEC. OutsizeError where it has fewer devices than the plan has workers."""
+    from outsize.hardware import parse_spec
+    from outsize.plan.file import read_plan
+
+    cluster, workers = parse_spec(spec), read_plan(plan_file).plan.mesh.size
+    if cluster.count < workers:
+        has = counted(cluster.count, "device")
+        raise OutsizeError(
+            f"--hardware {spec!r} has {has}, and the plan in {plan_file} is for {workers} workers;"
+            f" expected {workers} devices or more"
+        )
+    return cluster.hardware()
+
+
 def _print(made: Rehearsed, room: int | None) -> None:
-    from outsize.errors import counted
     from outsize.memory import format_bytes
     from outsize.screen import FIGURES, console, say, show, table
 

@@ -97,6 +97,8 @@ def test_a_rehearsal_counts_every_action_and_byte(machine: str, tmp_path: Path) 
         assert sum(worker["by_kind"].values()) == worker["played"]
     here, apart = (rehearsed(path, None, each).seconds for each in (None, shared(probe(), 4)))
     assert here == apart  # four workers on this machine have a fourth of it each
+    said = invoke("rehearse", str(path), "--hardware", "3xH100-SXM")
+    assert said.exit_code == 2 and "is for 4 workers; expected 4 devices" in said.output
     said = invoke("rehearse", str(path), "--model", "mini")
     assert said.exit_code == 2 and "mini" in said.output and said.output.count("\n") == 1
 
