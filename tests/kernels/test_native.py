@@ -60,7 +60,7 @@ def near(got, exact, terms=None):
     return bool(((got.double() - exact).abs() <= unit * size).all())
 
 
-SHAPES = [(1, 1), (1, 384), (7, 33), (64, 1027), (97, 130)]
+SHAPES = [(1, 1), (1, 384), (7, 33), (67, 1027), (97, 130)]  # (67, 1027): two parts
 
 
 @pytest.mark.parametrize(("dtype", "shape", "threads"), [*itertools.product(BOTH, SHAPES, [1, 2])])
@@ -90,6 +90,7 @@ def test_rms_norm_is_its_twin(dtype, shape, threads):
     [*itertools.product(BOTH, [False, True], [1, -1], [6, 75])],
 )
 def test_a_turn_is_its_twin_also_of_strided_heads(dtype, interleaved, sign, size):
+    torch.set_num_threads(2)
     tokens, heads, pairs = 501, 3, 3 if size == 6 else 32
     cos, sin = torch.randn(2, tokens, pairs).double().cos().float()
     wide = torch.randn(heads, tokens, size + 2).to(dtype)
@@ -152,6 +153,7 @@ def test_a_target_outside_the_vocabulary_is_named():
 
 @pytest.mark.parametrize("dtype", BOTH)
 def test_accumulating_is_addition(dtype):
+    torch.set_num_threads(2)
     total, x = torch.randn(3, 20_001), torch.randn(3, 20_001).to(dtype)
     expected = total + x
     accumulate.accumulate(total, x)
