@@ -14,6 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
+from outsize.errors import OutsizeError
 from outsize.models.random import uniform
 from outsize.registry import setting, technique
 
@@ -29,6 +30,12 @@ class Lisa:
     ends: ClassVar[bool] = True
 
     def layers(self, seed: int, turn: int, count: int) -> Collection[int]:
+        """OutsizeError where no layer would ever be left alone."""
+        if self.count >= count:
+            raise OutsizeError(
+                f"{KEY}.count is {self.count}, and the model has {count} layers, which would all be"
+                f" trained in every step; expected fewer of them, or a plan without {KEY}"
+            )
         order: list[int] = uniform(seed, f"{KEY}.{turn}", 0, count).argsort().tolist()
         return order[: self.count]
 

@@ -29,8 +29,16 @@ class Rates:
 
     @property
     def rates(self) -> Mapping[str, float]:
+        found = dict[str, float]()
         said = (self.factors,) if isinstance(self.factors, str) else self.factors
-        return dict(map(_read, said))
+        for pattern, factor in map(_read, said):
+            if pattern in found:
+                raise OutsizeError(
+                    f"{KEY}: {pattern!r} has the factors {found[pattern]:g} and {factor:g};"
+                    " expected one for each pattern"
+                )
+            found[pattern] = factor
+        return found
 
     def limited(self, config: DecoderConfig) -> DecoderConfig:
         from outsize.models.trained import trained_names

@@ -241,6 +241,7 @@ def test_what_a_run_says():
         ("optimizer.rates=[epilogue=-2]", "optimizer.rates: 'epilogue=-2'; expected PATTERN"),
         ("optimizer.rates=[epilogue=much]", "'epilogue=much'; expected PATTERN=FACTOR, a number"),
         ("optimizer.rates=[]", "optimizer.rates is empty"),
+        ("optimizer.rates=[epilogue=2, epilogue=3]", "'epilogue' has the factors 2 and 3"),
     ],
 )
 def test_what_names_nothing_is_refused(said, wrong):

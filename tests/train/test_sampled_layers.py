@@ -193,5 +193,7 @@ def test_what_does_not_go_with_it():
         resolve(None, (*tiny, "plan.approximate=[lisa, badam]"))
     with pytest.raises(OutsizeError, match="a pipeline"):
         set_up(resolve(None, (*tiny, "plan.approximate=[lisa]", "mesh=pipeline=2")))
+    with pytest.raises(OutsizeError, match=r"lisa\.count is 2, and the model has 2 layers, which"):
+        set_up(resolve(None, (*tiny, "plan.approximate=[lisa]")))
     with pytest.raises(OutsizeError, match="states below the device"):
         streamed.resting(plan_of("badam"), optimizer="host")
