@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
+from torch.nn import Parameter
 
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
@@ -15,11 +16,16 @@ from outsize.models.patterns import matches, refuse_idle
 _BLOCKS = "blocks"
 
 
-def trained_names(config: DecoderConfig) -> tuple[str, ...]:
-    """The names of a decoder's parameters that are trained."""
+def trained(config: DecoderConfig) -> list[tuple[str, Parameter]]:
+    """A decoder's parameters that are trained, without values, by name."""
     with torch.device("meta"):
         named = Decoder(config).named_parameters()
-    return tuple(name for name, parameter in named if parameter.requires_grad)
+    return [(name, parameter) for name, parameter in named if parameter.requires_grad]
+
+
+def trained_names(config: DecoderConfig) -> tuple[str, ...]:
+    """The names of a decoder's parameters that are trained."""
+    return tuple(name for name, _ in trained(config))
 
 
 def only(config: DecoderConfig, patterns: Iterable[str], key: str) -> DecoderConfig:

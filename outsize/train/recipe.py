@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from outsize.data import Data, DataConfig, TrainStream, sourced
 from outsize.errors import OutsizeError
 from outsize.kernels.entropy import LossOptions
+from outsize.models.config import DecoderConfig
 from outsize.models.dropout import Noise
 from outsize.models.virtual import virtual
+from outsize.optim import Optimizer
 from outsize.plan import Plan
 from outsize.registry import TECHNIQUES
 from outsize.runtime.method import method_of
@@ -36,6 +38,22 @@ def rates_of(config: RunConfig) -> dict[str, float]:
     """Factors on the learning rate that a run's techniques say, by patterns of parameters."""
     rated = (one for one in config.techniques.values() if isinstance(one, Rated))
     return {pattern: factor for one in rated for pattern, factor in one.rates.items()}
+
+
+def check_taken(config: DecoderConfig, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that leaves all that is trained to its `rest`."""
+    if optimizer.rest is None:
+        return
+    from outsize.models.trained import trained
+
+    found = {n: tuple(p.shape) for n, p in trained(config) if n.startswith("blocks.")}
+    if not any(map(optimizer.takes, found.values())):
+        shapes = ", ".join(" x ".join(map(str, one)) for one in sorted({*found.values()})) or "none"
+        raise OutsizeError(
+            f"the optimizer {type(optimizer).__name__} takes none of what the blocks train"
+            f" ({shapes}): {type(optimizer.rest).__name__} would update it all; expected other"
+            " settings of it (outsize keys), more that is trained, or another optimizer"
+        )
 
 
 def options_of(config: RunConfig) -> LossOptions:

@@ -42,7 +42,7 @@ from outsize.train.config import RunConfig
 from outsize.train.first_values import filling_of
 from outsize.train.model import Subject, subject
 from outsize.train.planned import plan_of
-from outsize.train.recipe import recipe_of, weighed
+from outsize.train.recipe import check_taken, recipe_of, weighed
 from outsize.train.resolve import Resolved
 from outsize.train.tiers import (
     check_memory,
@@ -285,6 +285,7 @@ def rate_of(config: RunConfig, step: int) -> float:
 
 
 def _chosen(model: Subject, request: PlanRequest, hardware: Hardware, fit: bool) -> Forecast:
+    check_taken(model.config, request.optimizer)
     if request.budget is not None or not fit:
         return _choose(model, request, hardware)
     made = choose(model.config, replace(request, tiers=()), hardware)
@@ -314,6 +315,7 @@ def _given(
     the memory that it needs."""
     remedy = "--disk DIR, --host-memory SIZE or --tier NAME=PATH:SIZE"
     check_tiers(plan, request.tiers, remedy)
+    check_taken(model.config, request.optimizer)
     if plan.precision != request.precision:
         raise OutsizeError(
             f"the plan computes in {plan.precision}, and the run in {request.precision}; plan anew"

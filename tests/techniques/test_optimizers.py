@@ -389,3 +389,18 @@ class Regression(torch.nn.Module):
 
     def forward(self, x, y):
         return (self.layers(x) - y).square().mean()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        ("optimizer.name=galore", "plan.approximate=[galore]", "galore.rank=64"),
+        ("optimizer.name=muon", "train.only='*_norm'"),
+    ],
+)
+def test_an_optimizer_that_would_leave_all_to_adamw_is_refused(said):
+    """Of rank 64, a matrix 64 wide is no smaller in its subspace; norms are no matrices."""
+    run = ("model=tiny", "train.steps=1", "train.sequence=8", "train.batch_tokens=16",
+           "precision=float32")  # fmt: skip
+    with pytest.raises(OutsizeError, match=r"takes none of what the blocks train \(.*64"):
+        set_up(resolve(None, (*run, *said)))
