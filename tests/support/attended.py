@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 import torch
 from torch import Tensor
 
+from outsize.kernels import building
 from outsize.models import flash
 
 BOUNDS = (0, 300, 600, 607, 607, 608, 1125)  # over tiles and segments, tiny ones, an empty one
 HEADS = 4
 TILE, SEGMENT = 64, 256  # queries or keys of a tile and of a task, as in attention.cpp
+# Flags of builds with other vectors than the session's, which has the widest of its processor.
+OTHER_VECTORS = [(), pytest.param(("-mavx2", "-mfma"), marks=pytest.mark.skipif(
+    "avx512f" not in building.processor(), reason="the session's build has them, or its processor not"
+))]  # fmt: skip
 
 
 def dense(q, k, v, bounds, scale, window):
