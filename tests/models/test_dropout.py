@@ -137,9 +137,7 @@ def test_gpt2_drops_where_transformers_does(tmp_path):
 
 CUTS = {
     "plain": {"microbatch_rows": 3},
-    "accumulate": {},
     "uneven-microbatches": {"microbatch_rows": 2},
-    "recompute-block": {"stages": per_segment(5, ("block",))},
     "recompute-parts": {"stages": per_segment(5, ("mlp", "attention"))},
     "sequence-chunk": {"sequence_chunk": 8, "stages": per_segment(5, ("block",))},
     "everything": {"split_backward": True, "microbatch_rows": 2, "stages": MIXED},
@@ -194,7 +192,6 @@ def test_dropout_changes_the_loss_and_evaluations_have_none():
 MESHES = {
     "data": (Mesh(data=3), False),
     "tensor": (Mesh(tensor=2), False),
-    "tensor, sequence": (Mesh(tensor=2), True),
     "data, tensor, sequence": (Mesh(data=2, tensor=2), True),
 }
 
