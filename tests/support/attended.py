@@ -16,7 +16,7 @@ HEADS = 4
 TILE, SEGMENT = 64, 256  # queries or keys of a tile and of a task, as in attention.cpp
 # Flags of builds with other vectors than the session's, which has the widest of its processor.
 OTHER_VECTORS = [(), pytest.param(("-mavx2", "-mfma"), marks=pytest.mark.skipif(
-    "avx512f" not in building.processor(), reason="the session's build has them, or its processor not"
+    "avx512f" not in building.processor(), reason="the session has built them, or cannot"
 ))]  # fmt: skip
 
 
