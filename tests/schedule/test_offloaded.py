@@ -94,8 +94,10 @@ def replayed(made: Pipeline, parts, moving: Moving) -> tuple[float, list[float]]
     return now - step, peaks
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "uniform", "v-half", "gpipe"])
-@pytest.mark.parametrize("part", [1.0, 0.5])
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("1f1b", 1.0), ("interleaved", 0.5), ("uniform", 0.5), ("v-half", 1.0), ("gpipe", 0.5)],
+)
 def test_memory_and_time_are_those_of_a_clock(name, part):
     moving = Moving(0.5, 0.25)
     found = spilled(EVERY[name], TIMES, moving, part)
@@ -104,8 +106,13 @@ def test_memory_and_time_are_those_of_a_clock(name, part):
     assert list(found.played.run.peaks) == pytest.approx(peaks)
 
 
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("speed", [0.25, 1.0, 2.0])
+@pytest.mark.parametrize(
+    ("name", "speed"),
+    [
+        *((name, (0.25, 1.0, 2.0)[i % 3]) for i, name in enumerate(EVERY)),
+        *(("interleaved", speed) for speed in (0.25, 1.0)), ("uniform", 2.0),
+    ],
+)  # fmt: skip
 def test_every_pipeline_with_moves_is_proved_and_as_quick_as_without(name, speed):
     made = EVERY[name]
     found = spilled(made, TIMES, Moving(speed, speed, 1.5))
@@ -125,7 +132,7 @@ def test_every_pipeline_with_moves_is_proved_and_as_quick_as_without(name, speed
 def test_with_time_for_all_of_it_the_peak_is_the_same_on_any_number_of_workers():
     """So that bytes of a worker fall with their number: a microbatch of its layers has fewer."""
     peaks = []
-    for workers in (4, 8, 16):
+    for workers in (4, 10):
         made = uniform(workers, 3 * workers)
         found = spilled(made, TIMES, Moving(0.75, 0.75))
         assert min(found.moved) >= 0.5 and found.slower == pytest.approx(1)
@@ -135,16 +142,16 @@ def test_with_time_for_all_of_it_the_peak_is_the_same_on_any_number_of_workers()
 
 
 def test_half_of_the_activations_is_more_than_half_of_the_peak():
-    found = spilled(uniform(16, 48), TIMES, Moving(0.75, 0.75), part=0.5)
-    assert found.moved == pytest.approx([0.5] * 16)
+    found = spilled(uniform(10, 30), TIMES, Moving(0.75, 0.75), part=0.5)
+    assert found.moved == pytest.approx([0.5] * 10)
     assert max(found.played.run.peaks) < 0.45 * max(found.kept.run.peaks)
     # The longer-lived of a worker's two stages is the one that goes.
-    assert set(found.made.parts) == {(w, w) for w in range(16)}
-    assert all(found.lives[w, w] > found.lives[w, w + 16] for w in range(16))
+    assert set(found.made.parts) == {(w, w) for w in range(10)}
+    assert all(found.lives[w, w] > found.lives[w, w + 10] for w in range(10))
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
-@pytest.mark.parametrize("workers", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
 def test_uniform_interleaving_runs_and_holds_less_than_groups(workers, chunks):
     made = uniform(workers, 2 * workers + 1, chunks)
     prove(made.schedule)

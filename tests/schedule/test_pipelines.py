@@ -6,7 +6,7 @@ The golden table was made by other people's schedulers and simulators; formulas 
 from __future__ import annotations
 
 import csv
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 
 import pytest
@@ -42,6 +42,13 @@ from outsize.simulate.coarse import Times, play
 from outsize.simulate.events import Run
 
 ROWS = list(csv.DictReader((Path(__file__).parent / "pipeline_golden.csv").open()))
+
+
+def shape(row: dict[str, str]) -> tuple[str, ...]:
+    return tuple(row[k] for k in ("schedule", "devices", "microbatches", "chunks_per_device"))
+
+
+SHAPES = {key: list(rows) for key, rows in groupby(sorted(ROWS, key=shape), shape)}
 # Rows where ours is better. In this one the table's sums of 1, 1.2 and 0.8 were floats, which broke
 # ties by their rounding; the authors' code gives our figures for 10, 12 and 8.
 BETTER = {("ZB2p(ZB-H2 memory)", 8, 32, 1.2)}
@@ -90,16 +97,21 @@ def idle(made: Pipeline, *times: float, both: float | None = None) -> float:
     return max(run(made, *times, both=both).idle_in_makespan)
 
 
-@pytest.mark.parametrize(
-    "row",
-    ROWS,
-    ids=lambda r: f"{r['schedule']} {r['devices']}x{r['microbatches']} {r['F']},{r['I']},{r['W']}",
-)
-def test_the_golden_table_is_reproduced(row):
+@pytest.mark.parametrize("shape", SHAPES, ids=" ".join)
+def test_the_golden_table_is_reproduced(shape):
+    """A row for each cost of its passes; costs that change no order make one schedule to prove."""
+    proved = None
+    for row in SHAPES[shape]:
+        made = built(row)
+        if made.schedule != proved:
+            assert prove(made.schedule).peaks == (0,) * made.placement.workers
+        proved = made.schedule
+        assert_is(row, made)
+
+
+def assert_is(row: dict[str, str], made: Pipeline) -> None:
     both = float(row["note"].split("F&B=")[1].split(";")[0]) if "F&B=" in row["note"] else None
     times = tuple(float(row[k]) for k in "FIW")
-    made = built(row)
-    assert prove(made.schedule).peaks == (0,) * made.placement.workers
     got = run(made, *times, both=both)
     peaks = [float(word) for word in row["peak_act_per_rank"].split()]
     key = (row["schedule"], int(row["devices"]), int(row["microbatches"]), times[1])
@@ -124,12 +136,8 @@ def test_zb_h2_is_as_short_as_the_table_and_keeps_within_its_memory(row):
     assert max(got.peaks) <= 2 * devices
 
 
-SIZES = [(2, 2), (3, 6), (4, 12), (5, 7), (8, 32)]
-TIMES = [(1.0, 1.0, 1.0), (1.0, 1.25, 0.75), (2.0, 3.0, 0.5)]
-
-
-@pytest.mark.parametrize(("devices", "microbatches"), SIZES)
-@pytest.mark.parametrize("times", TIMES[1:])
+@pytest.mark.parametrize(("devices", "microbatches"), [(2, 2), (3, 6), (4, 12), (5, 7), (6, 12)])
+@pytest.mark.parametrize("times", [(1.0, 1.25, 0.75), (2.0, 3.0, 0.5)])
 def test_bubbles_follow_the_papers_formulas(devices, microbatches, times):
     f, i, w = times
     whole = (devices - 1) * (f + i + w)
@@ -144,7 +152,7 @@ def test_bubbles_follow_the_papers_formulas(devices, microbatches, times):
         assert got == pytest.approx(whole / chunks)
 
 
-@pytest.mark.parametrize("devices", [2, 3, 4, 6, 8, 12])
+@pytest.mark.parametrize("devices", [2, 3, 5, 8])
 def test_zero_bubble_formulas(devices):
     for f, i, w in [(1.0, 1.0, 1.0), (1.0, 1.1, 0.9), (1.0, 1.2, 0.8)]:
         got = run(zb_h1(devices, 3 * devices, Costs(f, i, w)), f, i, w)
@@ -160,7 +168,7 @@ def test_zero_bubble_formulas(devices):
     assert max(least.peaks) == (devices + 4) // 3
 
 
-@pytest.mark.parametrize("devices", [2, 4, 6, 8, 10])
+@pytest.mark.parametrize("devices", [2, 4, 8])
 def test_dualpipe_formula(devices):
     """Exact for equal times; for others the table has less idle than the formula says."""
     for times, both, more in product(((1.0, 1.0, 1.0), (1.0, 1.2, 0.8)), (3.0, 2.4), (0, 6)):
@@ -177,7 +185,7 @@ def test_dualpipe_formula(devices):
             assert max(got.peaks) == devices + 1
 
 
-@pytest.mark.parametrize("devices", [2, 4, 6, 8, 10])
+@pytest.mark.parametrize("devices", [2, 4, 6])
 def test_bidirectional_formulas(devices):
     """Chimera: D forwards and 2D - 2 backwards make the longest chain with D microbatches."""
     for times in [(1.0, 0.5, 0.5), (1.0, 1.0, 1.0)]:
@@ -191,8 +199,9 @@ def test_bidirectional_formulas(devices):
         assert got == pytest.approx((devices - 2) / 2)
 
 
-@pytest.mark.parametrize(("devices", "units"), [(2, 2), (4, 2), (4, 4), (8, 2), (8, 4)])
-@pytest.mark.parametrize("transfer", [0.0, 0.01])
+@pytest.mark.parametrize(
+    ("devices", "units", "transfer"), [(2, 2, 0.0), (4, 4, 0.0), (4, 2, 0.01), (8, 2, 0.01)]
+)
 def test_bitpipe_is_idle_for_the_papers_bubble_with_many_microbatches(devices, units, transfer):
     """(D - 2) / (3N + D - 2) of a step where B = 2F, and what transfers add is no more than a
     microbatch's way there and back for each unit; a worker holds what interleaved 1F1B would."""
@@ -243,7 +252,10 @@ def test_skipping_stages_is_named_and_saves_time():
         prove(made.schedule)  # without its paths it lacks stages
 
 
-GRID = list(product((1, 2, 3, 4, 6), (1, 3, 4, 8, 13)))
+GRID = [
+    (1, 1), (1, 4), (2, 1), (2, 3), (2, 4), (2, 13), (3, 3), (3, 4), (3, 8), (4, 1), (4, 3), (4, 8),
+    (6, 4), (6, 8),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,7 +3,6 @@ must do alike, and programs damaged at random, which are refused or run exactly.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -186,14 +185,9 @@ def test_copies_are_proved_as_one_with_the_verdict_of_all():
 @pytest.mark.parametrize("name", NAMES)
 def test_damaged_programs_are_refused_or_exact(name, monkeypatch):
     streamed.small(monkeypatch, PIECE)
-    found = judged(cases()[name], 24, name)
-    assert sum(found.values()) == 24 and found["exact"] and found["alone"]
-
-
-def test_what_only_all_lists_together_show_occurs(monkeypatch):
-    streamed.small(monkeypatch, PIECE)
-    found = sum((judged(cases()[n], 12, "together") for n in ("1f1b", "tensor, zero 3")), Counter())
-    assert found["together"]
+    found = judged(cases()[name], 12, name)
+    assert sum(found.values()) == 12 and found["exact"] and found["alone"]
+    assert found["together"] or name not in ("1f1b", "tensor, zero 3")
 
 
 @pytest.mark.parametrize("name", ["1f1b, zero 3", "vocabulary 1"])

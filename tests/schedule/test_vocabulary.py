@@ -182,8 +182,14 @@ def expected(made: Pipeline) -> Counter[object]:
     return sums
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", NAMES)
+# Each schedule with one variant; those that differ in how they end a microbatch with both.
+BOTH = ("1f1b", "zb-h1", "v-half", "chimera", "skip-pipe")
+CUTS = [
+    (name, v) for i, name in enumerate(NAMES) for v in VARIANTS if name in BOTH or v == 1 + i % 2
+]
+
+
+@pytest.mark.parametrize(("name", "variant"), CUTS)
 def test_every_schedule_is_proved_exact_and_balanced(name, variant):
     plain = make(name, Shape(DEVICES, 8))
     made = cut(name, variant)
@@ -202,8 +208,7 @@ def test_every_schedule_is_proved_exact_and_balanced(name, variant):
     assert max(run.peaks) <= max(alone.peaks) + barriers * per
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("devices", "variant"), [(2, 1), (4, 2), (5, 1)])
 def test_one_f_one_b_waits_as_before_and_holds_a_microbatch_more_for_each_barrier(devices, variant):
     """The paper's table of schedules: as many bubbles as 1F1B, p + 2 and p + 1 microbatches."""
     made = with_ends(one_f_one_b(devices, 4 * devices), vocabulary(variant), Costs(), EQUAL)
@@ -216,21 +221,21 @@ def test_one_f_one_b_waits_as_before_and_holds_a_microbatch_more_for_each_barrie
 
 
 def test_v_half_stays_balanced():
-    made = with_ends(make("v-half", Shape(8, 32)), vocabulary(2), Costs(), HEAVY)
-    run = played(made)
-    assert max(run.peaks) <= 8 / 2 + 1 + 1
-    assert max(run.idle_in_makespan) < 1.1 * max(play(make("v-half", Shape(8, 32)), Times(1, 1, 1))
-                                                 .run.idle_in_makespan)  # fmt: skip
+    plain = make("v-half", Shape(6, 18))
+    run = played(with_ends(plain, vocabulary(2), Costs(), HEAVY))
+    assert max(run.peaks) <= 6 / 2 + 1 + 1
+    waits = play(plain, Times(1, 1, 1)).run.idle_in_makespan
+    assert max(run.idle_in_makespan) < 1.1 * max(waits)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_v_half_holds_the_same_everywhere_with_logits(variant):
     """The paper's "perfect balance": a part of logits more or less on a worker is not it."""
-    tables, plain = EndCosts(4.0, 4.0, 4.0, 1.0, 1.0, held=1.0), make("v-half", Shape(8, 32))
+    tables, plain = EndCosts(4.0, 4.0, 4.0, 1.0, 1.0, held=1.0), make("v-half", Shape(6, 18))
     made = with_ends(plain, vocabulary(variant), Costs(1, 1, 1, 0.02), tables)
     run, without = played(made, tables, 0.02), played(plain, tables, 0.02)
     assert max(run.peaks) == pytest.approx(min(run.peaks), abs=1e-9)
-    assert max(run.peaks) == 8 / 2 + 1 + (3 - variant) + tables.held
+    assert max(run.peaks) == 6 / 2 + 1 + (3 - variant) + tables.held
     assert run.makespan < without.makespan
 
 
@@ -255,8 +260,7 @@ def test_what_is_held_between_s_and_t_is_counted():
     assert 0.5 <= more <= 1.5
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", ["1f1b", "v-half", "interleaved"])
+@pytest.mark.parametrize(("name", "variant"), [("1f1b", 2), ("v-half", 1), ("interleaved", 2)])
 def test_activations_of_a_cut_vocabulary_leave_for_the_host(name, variant):
     """PipeOffload's pass over this one: the microbatches that barriers add need not stay."""
     made = cut(name, variant, 16, EQUAL)
@@ -279,7 +283,7 @@ def test_a_mutation_is_refused_with_its_reason_or_gives_the_exact_result(name, v
     exact = Executor(made, made.schedule).run()
     rng = random.Random(f"{name} {variant}")
     accepted, reasons = 0, Counter()
-    for _ in range(120):
+    for _ in range(60):
         schedule = mutated(made.schedule, rng)
         try:
             prove(schedule, paths=made.paths)

@@ -37,6 +37,7 @@ CONFIG = {
     "max_position_embeddings": 16, "rms_norm_eps": 1e-5, "hidden_act": "silu",
     "tie_word_embeddings": True,
 }  # fmt: skip
+PROVED_BY_ALL = 3  # of the damaged programs of a plan
 _PROMPTS = ((3, 1, 4, 1, 5), (9, 2))
 BELOW = {"parameters": "disk", "gradients": "disk", "optimizer": "disk"}
 
@@ -169,8 +170,9 @@ class Judge:
         whats = [(i, w) for i in range(len(self.job.chunks)) for w, _ in held(i) if w in names]
         self.start = {key: weight_pool.read(*key).clone() for key in whats}
         self.program = self.job.program
-        self._known: list[object] = []
-        self.expected = self._played(self.program.worker(job.world.rank))
+        compiled, every = _lists(self.program, job.world.rank)
+        self._known: list[object] = [compiled.workers, every]
+        self.expected = self._played(compiled)
 
     def _played(self, schedule: Schedule) -> list[torch.Tensor]:
         job = self.job
@@ -207,25 +209,28 @@ def _batch(generator: torch.Generator, rows: int) -> Batch:
 def judged(plan: Plan, count: int, seed: str) -> Counter[str]:
     """So many damaged programs of a plan, each refused or played by all of its workers: how many
     were refused where all are played together (by its message), alone, and how many ran exactly.
-    AssertionError with the program for one that is let pass and is not exact."""
+    AssertionError with the program for one that is let pass and is not exact. The first are proved
+    by every worker, which must say the same, the others by one each."""
+    reasons: list[dict[int, str]] = [{} for _ in range(count)]  # of each program, by rank
 
-    def work(world: World) -> Counter[str]:
+    def work(world: World) -> None:
         with memory() as stores:
             judge = Judge(job_of(plan, stores, world))
-            assert judge.exact(*_lists(judge.program, world.rank))
-            rng, found = random.Random(seed), Counter[str]()
-            for _ in range(count):
-                program = damaged(judge.program, rng)
-                reason = refusal(program)
-                said = float(everyone(world).all_reduce(torch.tensor([float(bool(reason))])))
-                assert said == bool(reason) * world.mesh.size, "workers prove different things"
-                found[_sort(reason)] += 1
-                if not reason:
+            rng = random.Random(seed)
+            programs = [damaged(judge.program, rng) for _ in range(count)]
+            for index, program in enumerate(programs):
+                if index < PROVED_BY_ALL or index % world.mesh.size == world.rank:
+                    reasons[index][world.rank] = refusal(program)
+            everyone(world).all_reduce(torch.zeros(1))  # all have proved theirs
+            for program, said in zip(programs, reasons, strict=True):
+                refused = {bool(reason) for reason in said.values()}
+                assert len(refused) == 1, "workers prove different things"
+                if refused == {False}:
                     assert judge.exact(*_lists(program, world.rank)), program.lists
             judge.job.close()
-        return found
 
-    return play(plan.mesh, work)[0]
+    play(plan.mesh, work)
+    return Counter(_sort(next(iter(said.values()))) for said in reasons)
 
 
 def _lists(program: Program, rank: int) -> tuple[Schedule, object]:
