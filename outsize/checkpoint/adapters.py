@@ -22,7 +22,7 @@ from outsize.checkpoint.writing import write_json, write_tensors
 from outsize.errors import OutsizeError
 from outsize.models.attention import Attention
 from outsize.models.build import attach, materialise, segments
-from outsize.models.coding import SAID, asked
+from outsize.models.coding import SAID, asked, plain
 from outsize.models.config import DecoderConfig
 from outsize.models.declared import declarations
 from outsize.models.decoder import Block, Decoder, Prologue
@@ -68,8 +68,9 @@ def load(
     if adapters or config.adapter is not None:  # computed on shapes
         meta_kernels()
     if adapters:
-        from outsize.checkpoint.combining import combine
+        from outsize.checkpoint.combining import check_plain, combine
 
+        check_plain(config)
         combine(merge(model := load(directory, dtype, device, config)), adapters)
         return model
     if config.adapter is None:
@@ -172,6 +173,11 @@ def save(model: Decoder, path: str | Path, max_shard_bytes: int = hub.MAX_SHARD_
             hub.write_config(directory, config, model.prologue.tokens.weight.dtype)
         hub.copy_words(model.words, directory)
 
+    if model.taken_up:
+        raise OutsizeError(
+            "save: the weights beside the adapter have taken up another one, so they lie in no"
+            " directory; save what outsize.merge gives, load it, and adapt that"
+        )
     hub.check_values(model)
     hub.whole_directory(path, write)
 
@@ -186,7 +192,9 @@ def to_json(config: DecoderConfig, base: Path | None) -> dict[str, Any]:
 
 
 def base_of(model: Decoder) -> Path | None:
-    """The directory of a model's frozen weights, where it was loaded."""
+    """The directory of a model's frozen weights, where they lie in one."""
+    if model.taken_up:
+        return None
     if model.origin is not None and (model.origin / ADAPTER_CONFIG).is_file():
         return described(model.origin)[1]
     return model.origin
@@ -213,7 +221,8 @@ def merge(model: Decoder) -> Decoder:
             one.weight.copy_(one.beside.merged(one.weight.to(wide)))
             if one.bias is not None:
                 one.bias.copy_(one.beside.shift(one.bias))
-    return remove(model)
+    remove(model).taken_up = True
+    return model
 
 
 def mergeable(model: Decoder) -> bool:
@@ -247,12 +256,13 @@ def remove(model: Decoder) -> Decoder:
             one.virtual = None
         if isinstance(one, MLP):
             one.mixture = None
-    model.origin = base_of(model)
+    if not model.taken_up:
+        model.origin = base_of(model)
     model.config = replace(model.config, adapter=None)
     del model.blocks[len(model.config.layers) :]
     with torch.device("meta"):
-        plain = Decoder(model.config)
-    trained = {name: p.requires_grad for name, p in plain.named_parameters()}
+        without = Decoder(model.config)
+    trained = {name: p.requires_grad for name, p in without.named_parameters()}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained[name])
     return model
@@ -303,7 +313,9 @@ def put(model: Decoder, path: str | Path) -> None:
 def _check_base(config: DecoderConfig, said: Mapping[str, Any], directory: Path) -> None:
     """OutsizeError where the model that an adapter names is here, and is another."""
     base = Path(str(said.get(BASE))).expanduser()
-    if (base / hub.CONFIG).is_file() and hub.read_config(base) != config:
+    coded = config.coding is not None and not config.coding.stored
+    wanted = plain(config) if coded else config
+    if (base / hub.CONFIG).is_file() and hub.read_config(base) != wanted:
         raise OutsizeError(
             f"{directory}: the adapter is of {base}, whose config.json is not this model's;"
             " expected an adapter of this one"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from outsize.checkpoint.adapters import ADAPTER_CONFIG, described, model_directory
+from outsize.checkpoint.adapters import ADAPTER_CONFIG, described, held, model_directory
+from outsize.checkpoint.hub import read_config
 from outsize.checkpoint.opened import read_manifest
 from outsize.checkpoint.shards import fingerprint
 
@@ -18,8 +19,22 @@ def beside_others(found: Path, named: Sequence[tuple[str | Path, float]]) -> Ite
     inner = (found / ADAPTER_CONFIG).is_file()
     if inner or named:
         base = described(found)[1] if inner else found
-        every = [*[found] * inner, *(model_directory(path) for path, _ in named)]
-        yield from filter(None, (others(one, base) for one in every))
+        beside = [model_directory(path) for path, _ in named]
+        yield from filter(None, (others(one, base) for one in [*[found] * inner, *beside]))
+        yield from filter(None, (_decoded(one, base) for one in beside))
+
+
+def _decoded(directory: Path, base: Path) -> str:
+    """A line where the adapter in a directory was trained beside codes, and the weights in `base`,
+    which take it up, are none; else ""."""
+    config = read_config(base)
+    coding = held(directory, config).coding
+    if config.coding is not None or coding is None:
+        return ""
+    return (
+        f"{directory} was trained beside {coding.format.name}, and the weights in {base} take it up"
+        " as they lie; give its run itself, or what outsize merge writes, for what was trained"
+    )
 
 
 def others(directory: Path, base: Path) -> str:

@@ -14,6 +14,7 @@ from outsize.checkpoint import hub
 from outsize.checkpoint.adapters import check_mergeable, put, remove
 from outsize.errors import OutsizeError
 from outsize.models.adapter import Beside
+from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.models.linear import Linear
 
@@ -35,6 +36,7 @@ def combine(model: Decoder, adapters: Sequence[tuple[str | Path, float]]) -> Non
         one.weight.copy_(_taken_up(found, f"{name}.weight", one.weight))
         if one.bias is not None:
             one.bias.copy_(_taken_up(found, f"{name}.bias", one.bias))
+    model.taken_up = True
 
 
 def combined(
@@ -43,10 +45,7 @@ def combined(
     """The same files, whose weights take up what adapters change while they are read, as `combine`
     has it. form: a plain decoder in the dtype and on the device of what is read, whose own values
     nobody asks for. OutsizeError as of `put`, and for weights that are codes."""
-    if found.model.config.coding is not None:
-        raise OutsizeError(
-            "--adapter on several workers is for weights that are no codes; merge it"
-        )
+    check_plain(found.model.config)
     besides = _besides(form, adapters)
 
     @torch.no_grad()
@@ -54,6 +53,16 @@ def combined(
         return _taken_up(besides, name, value).to(value.dtype)
 
     return replace(found, changed=changed)
+
+
+def check_plain(config: DecoderConfig) -> None:
+    """OutsizeError for a model of codes."""
+    if config.coding is not None:
+        raise OutsizeError(
+            f"--adapter: the weights are {config.coding.format.name}, which take up no adapter;"
+            " leave --weights out, give the adapter's own directory in the place of its base, or"
+            " convert what outsize merge writes"
+        )
 
 
 def _besides(model: Decoder, adapters: Sequence[tuple[str | Path, float]]) -> Weighted:

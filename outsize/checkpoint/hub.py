@@ -193,10 +193,15 @@ def check_values(model: Decoder) -> None:
 
 
 def copy_words(words: Path | None, directory: Path) -> None:
-    """Copy the tokenizer's files of a directory (None: of nowhere), as many as it has."""
+    """Copy the tokenizer's files of a directory (None: of nowhere), as many as it has. OSError
+    that names the file at fault."""
     for name in WORDS:
         if words is not None and (words / name).is_file():
-            shutil.copyfile(words / name, directory / name)
+            try:
+                shutil.copyfile(words / name, directory / name)
+            except OSError as error:  # of two files shutil names the one that is read first
+                fault = error.filename2 or error.filename
+                raise OSError(error.errno, error.strerror, fault) from error
 
 
 def check_new(path: str | Path) -> None:

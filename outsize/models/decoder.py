@@ -234,6 +234,8 @@ class Decoder(nn.Module):
     Parameter of the token embedding.
     """
 
+    taken_up = False  # whether its weights took up an adapter and are others than those of `origin`
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config

@@ -85,7 +85,7 @@ class Model(Decoder):
     def __init__(self, decoder: Decoder, home: Home | None = None) -> None:
         nn.Module.__init__(self)
         self.config, self.origin, self.home = decoder.config, decoder.origin, home
-        self.words = decoder.words
+        self.words, self.taken_up = decoder.words, decoder.taken_up
         self.between, self.away = decoder.between, "" if home is None else home.what
         self.prologue, self.blocks = decoder.prologue, decoder.blocks
         self.epilogue = decoder.epilogue

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -330,7 +331,7 @@ def test_dtypes_that_are_none(foreign: Path, dtype: Any) -> None:
 # Saving
 
 
-def test_save_never_overwrites(saved: Path) -> None:
+def test_save_never_overwrites(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, before = load(saved), sorted(saved.parent.rglob("*"))
     with pytest.raises(OutsizeError, match="exists already"):
         save(model, saved)
@@ -346,6 +347,12 @@ def test_save_never_overwrites(saved: Path) -> None:
     assert not (saved.parent / "other").exists()
     save(model, saved.parent / "empty")
     save(model, saved.parent / "new" / "deep")
+    with monkeypatch.context() as at:
+        full = OSError(28, "No space left on device", "read", None, "written")  # as shutil has it
+        at.setattr(shutil, "copyfile", Mock(side_effect=full))
+        (saved / "tokenizer.json").touch()
+        with pytest.raises(OSError, match="'written'"):
+            hub.copy_words(saved, saved.parent)
     assert not list(saved.parent.rglob(".*")), "nothing half-made is left"
     assert torch.equal(load(saved.parent / "empty")(IDS), load(saved.parent / "new" / "deep")(IDS))
 

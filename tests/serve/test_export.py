@@ -321,6 +321,25 @@ def test_an_adapter_beside_codes_is_read_back_so_and_peft_is_told(tmp_path):
         assert torch.equal(outsize.load(tmp_path / folder)(ids), made(ids))
         assert outsize.load(tmp_path / folder).generate("a", 2) == made.generate("a", 2)
         (tmp_path / folder / "tokenizer.json").read_bytes()
+    put = outsize.adapt(outsize.load(base, weights="int4:16"), tmp_path / "own")
+    assert torch.equal(put(ids), made(ids)), "beside the codes that it was trained beside"
+    words = ["generate", str(base), "--prompt", "a", "--max-tokens", "1"]
+    for more, code, reason in (
+        ([], 0, "was trained beside int4:16, and the weights in"),
+        (["--weights", "int4:16"], 2, "the weights are int4:16, which take up no adapter"),
+    ):
+        found = CliRunner().invoke(main, [*words, "--adapter", str(tmp_path / "own"), *more])
+        assert found.exit_code == code and reason in found.output, found.output
+
+
+def test_an_adapter_is_not_saved_as_beside_weights_that_took_up_another(tmp_path):
+    base = saved(tmp_path, "llama")
+    merged = outsize.merge(outsize.adapt(outsize.load(base), "lora", rank=2))
+    outsize.remove_adapter(outsize.adapt(merged, "ia3"))
+    assert merged.origin == base
+    with pytest.raises(OutsizeError, match="have taken up another one"):
+        outsize.save(outsize.adapt(merged, "lora", rank=2), tmp_path / "own")
+    outsize.save(outsize.remove_adapter(merged), tmp_path / "merged")
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is_read(tmp_path, monkeypatch):
