@@ -12,6 +12,7 @@ import importlib
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,7 +60,8 @@ def from_json(line: bytes) -> Any:
 
 def json_values(file: SourceFile, told: Told) -> Iterator[Placed]:
     """The elements of an array; of a file that is none, the values one after another, as lines of
-    JSON in a file that is called .json. Nothing is read beyond what is broken."""
+    JSON in a file that is called .json. Nothing is read beyond what is broken, as where an array
+    does not end, or has something behind it."""
     scan, decode = _Scan(), json.JSONDecoder().raw_decode
     with opened(file.path, file.packed, told) as stream:
         scan.begin(stream)
@@ -78,6 +80,10 @@ def json_values(file: SourceFile, told: Told) -> Iterator[Placed]:
             elif array and scan.next() != "]":
                 yield f"{file.path}:{scan.line}", BadRecordError("not JSON (no ',' or ']' behind)")
                 return
+        scan.skip(1 if array and first else 0)
+        if array and (not first or scan.next()):
+            why = "something stands behind the array" if first else "the array does not end"
+            yield f"{file.path}:{scan.line}", BadRecordError(f"not JSON ({why})")
 
 
 class _Scan:
@@ -145,6 +151,11 @@ def csv_rows(file: SourceFile, told: Told) -> Iterator[Placed]:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
         reader = csv.DictReader(text, delimiter="\t" if tabs else ",", strict=True)
         try:
+            columns = Counter(reader.fieldnames or ())
+            twice = [one for one, count in columns.items() if one and count > 1]
+            if twice:
+                yield f"{file.path}:1", BadRecordError(f"two columns are called {twice[0]!r}")
+                return
             for found in reader:
                 row += 1
                 where = f"{file.path}:{row}"

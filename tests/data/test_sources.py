@@ -215,6 +215,8 @@ def test_an_array_of_json_is_read_as_its_records(tmp_path, monkeypatch, indent, 
         ('[{"text": "a"},\n{"body": "b", "id": 1}]',
          "a.json:2: no field 'text' (fields: 'body', 'id'); data.field names the one"),
         (b'[{"text": "a"},\n{"text": "\xff"}]', "a.json:2: not JSON"),
+        ('[{"text": "a"},\n', "a.json:2: not JSON (the array does not end)"),
+        ('[{"text": "a"}]\n[{"text": "b"}]', "a.json:2: not JSON (something stands behind the"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_an_array_has_its_line(tmp_path, text, said) -> None:
@@ -230,6 +232,8 @@ def test_rows_of_csv(tmp_path: Path) -> None:
     texts, report = read(tmp_path)
     assert texts == ['a "b",\nc', "d", "x, y"]
     assert places(report) == ["a.csv:4: not 2 cells, as the first row has"]
+    (tmp_path / "b.tsv").write_text("text\tn\t\ttext\t\na\t1\t\tb\t\n")
+    assert places(read(tmp_path)[1])[1] == "b.tsv:1: two columns are called 'text'"
 
 
 @pytest.mark.parametrize("packed", ["gz", "zst"])
