@@ -36,6 +36,11 @@ class ElasticAdapters:
                 f"{KEY}.ranks is {list(self.ranks)}, and the adapter's rank is {rank}; expected"
                 f" ranks from 1 on of which {rank} is the largest"
             )
+        if not 1 < len(self.ranks) == len(set(self.ranks)):
+            raise OutsizeError(
+                f"{KEY}.ranks is {list(self.ranks)}; expected two or more, each once: of one alone"
+                " nothing would be drawn"
+            )
 
     @property
     def middle(self) -> int:

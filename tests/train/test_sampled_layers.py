@@ -197,3 +197,8 @@ def test_what_does_not_go_with_it():
         set_up(resolve(None, (*tiny, "plan.approximate=[lisa]")))
     with pytest.raises(OutsizeError, match="states below the device"):
         streamed.resting(plan_of("badam"), optimizer="host")
+    model, plan = model_of(), plan_of("badam")
+    for parameter in model.blocks[1].parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(OutsizeError, match="take turns, and layer 1 has nothing that is trained"):
+        Job(NativeFlow(model, plan), plan, recipe_of("badam"))

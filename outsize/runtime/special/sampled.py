@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
+from outsize.errors import OutsizeError
 from outsize.plan import Plan
 from outsize.runtime.flow import Flow
 from outsize.runtime.recipe import Recipe
@@ -52,7 +53,15 @@ class Sampled(Counted):
 
     @staticmethod
     def freeze(flow: Flow, plan: Plan, recipe: Recipe) -> None:
+        """OutsizeError where a layer would have a turn with nothing that is trained."""
         own = _sampling(plan, recipe)
+        for i, (_, params) in enumerate(flow.segments[1:-1]):
+            if not any(parameter.requires_grad for _, parameter in params):
+                raise OutsizeError(
+                    f"plan.approximate is {list(plan.approximate)}: layers take turns, and layer"
+                    f" {i} has nothing that is trained; expected something of each (train.only,"
+                    " adapt), or another plan.approximate"
+                )
         trained = _names(flow, own, recipe.seed, 0)
         for name, parameter in (pair for _, params in flow.segments for pair in params):
             parameter.requires_grad_(parameter.requires_grad and name in trained)

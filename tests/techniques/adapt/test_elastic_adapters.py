@@ -152,6 +152,9 @@ def test_what_cannot_be_is_refused():
     for ranks in ((3, 2), (5, 4), (4, 0), ()):
         with pytest.raises(OutsizeError, match="of which 4 is the largest"):
             job(Lora(4), ranks)
+    for ranks in ((4,), (4, 2, 2)):
+        with pytest.raises(OutsizeError, match="expected two or more, each once"):
+            job(Lora(4), ranks)
     with pytest.raises(OutsizeError, match="the model has no low-rank adapter"):
         job(Dora(4), (4, 2))
     with pytest.raises(OutsizeError, match="no adapter of which a lower rank is a part"):
