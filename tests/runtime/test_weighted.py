@@ -4,12 +4,13 @@ float64, on every kind of mesh."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import piped
 import plain
 import pytest
 import torch
 from clipped import Clipped, plainly
-from piped import SEGMENTS, model, piped
 from streamed import plan_of
 from subjects import SEQUENCE, VOCAB
 from threads import play
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from outsize.collectives import Mesh, parse_mesh
 from outsize.data import Batch
 from outsize.errors import OutsizeError
+from outsize.models.decoder import Decoder
 from outsize.optim import AdamW
 from outsize.parallel.divide import divide
 from outsize.parallel.execution import execution_of
@@ -26,14 +28,23 @@ from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
 
+SEGMENTS = 5
 RATE, CLIP, DECAY = 1e-2, 0.5, 0.1
+
+
+def model(family: str) -> Decoder:
+    return piped.model(family, segments=SEGMENTS)
+
+
+def line(**changes: Any) -> Plan:
+    return piped.piped("1f1b", 2, 3, segments=SEGMENTS, **changes)
 
 
 def flat(mesh: Mesh, **changes) -> Plan:
     """Microbatches of two rows, the last of one row."""
     stages = changes.pop("stages", per_segment(SEGMENTS))
     return plan_of(
-        "float64", segments=SEGMENTS, rows=7 * mesh.data, microbatch_rows=2, mesh=mesh,
+        "float64", segments=SEGMENTS, rows=5 * mesh.data, microbatch_rows=2, mesh=mesh,
         stages=stages, **changes,
     )  # fmt: skip
 
@@ -46,17 +57,17 @@ PLANS = {
     "data": flat(Mesh(data=2)),
     "tensor": flat(Mesh(tensor=2)),
     "context": flat(parse_mesh("context=2")),
-    "pipeline": piped("1f1b"),
-    "vocabulary-1": piped("1f1b", pipeline=Pipelined("1f1b", vocabulary=1)),
-    "vocabulary-2": piped("1f1b", pipeline=Pipelined("1f1b", vocabulary=2)),
+    "pipeline": line(),
+    "vocabulary-1": line(pipeline=Pipelined("1f1b", vocabulary=1)),
+    "vocabulary-2": line(pipeline=Pipelined("1f1b", vocabulary=2)),
 }
 
 
-def weighed(plan: Plan, steps: int = 2) -> list[Batch]:
+def weighed(plan: Plan) -> list[Batch]:
     """Weights of all sizes, a quarter of them 0: by row as well, so that workers have not alike."""
     generator = torch.Generator().manual_seed(4)
     made = []
-    for batch in plain.batches(steps, plan.rows, SEQUENCE, VOCAB):
+    for batch in plain.batches(1, plan.rows, SEQUENCE, VOCAB):
         shape = batch.targets_BS.shape
         weights = 3 * torch.rand(shape, generator=generator)
         weights *= torch.arange(1, shape[0] + 1).unsqueeze(1) / shape[0]
@@ -115,7 +126,7 @@ def test_weights_by_target(name):
 def test_another_loss(name):
     """Coefficients by target, and the log-probabilities of two other models."""
     plan = PLANS[name]
-    data, twin = weighed(plan, 1), model("llama")
+    data, twin = weighed(plan), model("llama")
     (batch,) = data
     context = twin.context(batch.positions().reshape(-1), batch.flat_bounds())
 
@@ -164,7 +175,7 @@ def test_weights_that_are_none(value, said):
 
 
 def test_a_batch_is_cut_in_one_place():
-    (batch,) = weighed(PLANS["alone"], 1)
+    (batch,) = weighed(PLANS["alone"])
     batch = replace(batch, columns={"old": torch.randn(batch.targets_BS.shape)})
     part = batch.rows(1, 3).to("cpu")
     assert torch.equal(part.weights_BS, batch.weights_BS[1:3])
