@@ -20,6 +20,7 @@ from outsize.lazy import importing
 
 if TYPE_CHECKING:
     from outsize.api import adapt, engine, generate, load, merge, remove_adapter, save
+    from outsize.decode.samplers import Sampling
     from outsize.hardware import Hardware
     from outsize.plan import Plan
     from outsize.schedule.program import Program
@@ -38,6 +39,7 @@ __all__ = [
     "OutsizeError",
     "Plan",
     "Program",
+    "Sampling",
     "Task",
     "Trace",
     "__version__",

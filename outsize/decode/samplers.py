@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from numbers import Integral, Real
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -56,15 +57,21 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        given: Any = self  # by people, who have not read the types
+        heat, k, p, seed = given.temperature, given.top_k, given.top_p, given.seed
         _expect(
-            math.isfinite(self.temperature) and self.temperature >= 0,
-            f"temperature is {self.temperature}; expected a finite number, 0 (greedy) or more",
+            _is(heat, Real) and math.isfinite(heat) and heat >= 0,
+            f"temperature is {heat!r}; expected a finite number, 0 (greedy) or more",
         )
         _expect(
-            self.top_k is None or self.top_k >= 1,
-            f"top_k is {self.top_k}; expected at least 1, or none for all tokens",
+            k is None or (_is(k, Integral) and k >= 1),
+            f"top_k is {k!r}; expected at least 1, or none for all tokens",
         )
-        _expect(0 < self.top_p <= 1, f"top_p is {self.top_p}; expected more than 0 and at most 1")
+        _expect(
+            _is(p, Real) and 0 < p <= 1,
+            f"top_p is {p!r}; expected more than 0 and at most 1",
+        )
+        _expect(_is(seed, Integral), f"seed is {seed!r}; expected a whole number")
 
     def __call__(self, logits_V: Tensor, index: int) -> int:
         likeliest = greatest(logits_V)  # what is no number counts as the largest
@@ -80,6 +87,10 @@ class Sampling:
         # the first token whose cumulated probability is above the drawn one: never one of zero. A
         # part of at most 1 - 2^-53 is below the whole however it is rounded
         return int(torch.searchsorted(total_V, drawn, right=True))
+
+
+def _is(given: object, kind: type) -> bool:
+    return isinstance(given, kind)
 
 
 def probabilities(logits_V: Tensor, sampling: Sampling) -> Tensor:

@@ -19,11 +19,12 @@ class StopStrings:
     beginning of one. The first to be complete counts, of several the longest."""
 
     def __init__(self, strings: Collection[str]) -> None:
-        if isinstance(strings, str) or not all(strings):
+        some = isinstance(strings, Collection) and not isinstance(strings, (str, bytes))
+        if not some or not all(isinstance(one, str) and one for one in strings):
             raise OutsizeError(
                 f"stop strings are {strings!r}; expected a list of strings, none of them empty"
             )
-        self._strings = tuple(strings)
+        self.strings = tuple(strings)
         self._held = ""
         self.stopped = False
 
@@ -32,7 +33,7 @@ class StopStrings:
         if self.stopped:
             return ""
         text = self._held + text
-        found = [(at + len(s), at) for s in self._strings if (at := text.find(s)) >= 0]
+        found = [(at + len(s), at) for s in self.strings if (at := text.find(s)) >= 0]
         self.stopped = bool(found)
         shown = min(found)[1] if found else len(text) - self._beginning(text)
         self._held = text[shown:]
@@ -45,9 +46,9 @@ class StopStrings:
 
     def _beginning(self, text: str) -> int:
         """Characters at the end of `text` that begin a stop string."""
-        longest = max((len(string) - 1 for string in self._strings), default=0)
+        longest = max((len(string) - 1 for string in self.strings), default=0)
         for count in range(min(longest, len(text)), 0, -1):
-            if any(string.startswith(text[-count:]) for string in self._strings):
+            if any(string.startswith(text[-count:]) for string in self.strings):
                 return count
         return 0
 

@@ -29,7 +29,7 @@ from outsize.decode.generate import (
 )
 from outsize.decode.runs import runs_of
 from outsize.decode.samplers import Sampler
-from outsize.decode.text import prompt_ids, stream_text
+from outsize.decode.text import StopStrings, prompt_ids, stream_text
 from outsize.errors import OutsizeError
 from outsize.memory.ledger import in_grains
 from outsize.models.decoder import Decoder
@@ -37,6 +37,10 @@ from outsize.models.layout import begun, prompted, without
 from outsize.runtime.generating import Generated
 from outsize.runtime.session import Session
 
+STOPS_IDS = (
+    "stop strings are of texts, and a prompt of token ids is answered by token ids; expected texts,"
+    " or no stop strings"
+)
 BYTES_AND_SPECIALS = range(257, 321)  # vocabularies of models over bytes, rounded up
 
 
@@ -147,6 +151,8 @@ class Model(Decoder):
             ids: Sequence[int] = prompt_ids(text, prompt)
         else:
             ids = ids_of(prompt)
+        if text is None and StopStrings(stop).strings:
+            raise OutsizeError(STOPS_IDS)
         check_request(self, ids, max_tokens)
         request = Request(prompted(ids, self.config.virtual), max_tokens, sampling)
         with self._session(request) as (session, at_once):
@@ -257,12 +263,12 @@ def ids_of(prompt: Sequence[int] | Tensor) -> list[int]:
     )
     if not whole:
         raise OutsizeError(
-            f"prompt is {_short(prompt)}; expected a text, or token ids as a list of whole numbers"
+            f"prompt is {shortly(prompt)}; expected a text, or token ids as a list of whole numbers"
         )
     return [int(token) for token in given]
 
 
-def _short(value: object) -> str:
+def shortly(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     text = repr(value)

@@ -15,7 +15,7 @@ from outsize.serve.asks import Ask, End, Token
 from outsize.serve.changed import Watched
 from outsize.serve.drafts import DRAFTERS
 from outsize.serve.engine import Engine
-from outsize.serve.model import Model, ends_of, ids_of
+from outsize.serve.model import STOPS_IDS, Model, ends_of, ids_of, shortly
 from outsize.serve.policies import chosen
 from outsize.serve.pooling import PLAIN, Pooling, pooling_in
 from outsize.serve.room import Served, Wanted, served
@@ -78,14 +78,10 @@ class TextEngine:
     ) -> list[str | list[int]]:
         """What follows each prompt: a text for a text, token ids for token ids, each what it would
         be alone. OutsizeError, before anything is computed, for a prompt that cannot be served."""
-        if isinstance(prompts, str):
-            raise OutsizeError(f"generate: prompts is {prompts[:40]!r}; expected a list of prompts")
-        own = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
-        if len(own) != len(prompts):
-            raise OutsizeError(
-                f"generate: {len(own)} samplings for {len(prompts)} prompts; expected one for all,"
-                " or one each"
-            )
+        _check_several("generate", prompts)
+        own = _samplings(sampling, len(prompts))
+        if StopStrings(stop).strings and not all(isinstance(one, str) for one in prompts):
+            raise OutsizeError(STOPS_IDS)
         asks = [self._ask(p, max_tokens, one) for p, one in zip(prompts, own, strict=True)]
         for ask in asks:
             self.engine.check(ask.ids, ask.max_new_tokens)
@@ -96,13 +92,17 @@ class TextEngine:
 
         # Tokens are put down on the engine's thread: this one is woken by what it has to do alone.
         def take(number: int, one: Token | End) -> None:
+            stopped = False
             if isinstance(one, Token):
                 found[number].append(one.id)
-                if number in shown and shown[number](one.id) and number in keys:
-                    self.engine.cancel(keys[number])
-            else:
-                stopped = number in shown and shown[number](None)
+            try:
+                stopped = number in shown and shown[number](_id(one))
+            except Exception as error:  # of the tokenizer: nobody else's
+                ended.put(End("error", f"prompt {number}: {type(error).__name__}: {error}"))
+            if isinstance(one, End):
                 ended.put(End("stop") if stopped else one)
+            elif stopped and number in keys:
+                self.engine.cancel(keys[number])
 
         def submit() -> None:  # no more than may go at once, so that the queue is others' too
             number = left.pop()
@@ -146,6 +146,7 @@ class TextEngine:
         """A vector of each text, of what the head would multiply; how, the model's directory says
         where nobody does. Texts get what the tokenizer puts around them."""
         pooling = self._pooling if pooling is None else pooling
+        _check_several("embed", prompts)
         texts = [self._known().framed(p) if isinstance(p, str) else ids_of(p) for p in prompts]
         return [pooling.vector(self.engine, ids).tolist() for ids in texts]
 
@@ -182,3 +183,27 @@ class TextEngine:
                 " tokenizer.json, or prompts of token ids"
             )
         return self.text
+
+
+def _id(one: Token | End) -> int | None:
+    return one.id if isinstance(one, Token) else None
+
+
+def _check_several(what: str, prompts: Sequence[Prompt]) -> None:
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        raise OutsizeError(f"{what}: prompts is {shortly(prompts)}; expected a list of prompts")
+
+
+def _samplings(sampling: Sampling | Sequence[Sampling], prompts: int) -> list[Sampling]:
+    """One for each prompt."""
+    if not isinstance(sampling, (Sampling, Sequence)):
+        raise OutsizeError(
+            f"generate: sampling is {sampling!r}; expected an outsize.Sampling, or a list of them"
+        )
+    own = [sampling] * prompts if isinstance(sampling, Sampling) else list(sampling)
+    if len(own) != prompts:
+        raise OutsizeError(
+            f"generate: {len(own)} samplings for {prompts} prompts; expected one for all, or one"
+            " each"
+        )
+    return own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -164,3 +165,15 @@ def test_the_log_probability_is_the_models_whatever_is_drawn_from(sampling):
     assert one.token == sampling(logits, 4)
     assert one.logprob == pytest.approx(float(expected[one.token]), rel=1e-12)
     assert math.isnan(drawn(logits, sampling, 4, scored=False).logprob)
+
+
+def test_settings_are_checked() -> None:
+    wrong: Any
+    for wrong, words in (
+        ({"temperature": "hot"}, "temperature is 'hot'; expected a finite number"),
+        ({"top_k": 2.5}, "top_k is 2.5; expected at least 1"),
+        ({"top_p": None}, "top_p is None; expected more than 0"),
+        ({"seed": 1.5}, "seed is 1.5; expected a whole number"),
+    ):
+        with pytest.raises(OutsizeError, match=words):
+            Sampling(**wrong)

@@ -7,11 +7,13 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import outsize
 from outsize.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from outsize.decode.generate import drawing
 from outsize.decode.samplers import Sampling
@@ -142,10 +144,12 @@ def test_pieces_do_not_depend_on_how_the_text_is_cut() -> None:
             assert filtered.stopped == bool(ends)
 
 
-@pytest.mark.parametrize("stops", [("",), ("a", ""), "abc"])
-def test_stop_strings_are_checked(model: Decoder, stops: tuple[str, ...] | str) -> None:
+@pytest.mark.parametrize("stops", [("",), ("a", ""), "abc", ("a", 5), None])
+def test_stop_strings_are_checked(model: Decoder, stops: Any) -> None:
     with pytest.raises(OutsizeError, match=r"stop strings are .*; expected a list of strings"):
         stream_text(model, ByteTokenizer(), "a", 1, stop_strings=stops)
+    with pytest.raises(OutsizeError, match="a prompt of token ids is answered by token ids"):
+        outsize.generate(model, [1], 1, stop=["a"])
 
 
 def test_a_stream_adds_up_to_the_text_of_its_tokens(model: Decoder) -> None:

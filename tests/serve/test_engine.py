@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -663,11 +664,30 @@ def test_many_texts_at_once(tmp_path: Path) -> None:
         assert e.generate(["two"], 40, stop=[stop]) == [""]
         assert e.engine.line.counts.drawn < drawn + 20  # nothing is drawn behind it
         with pytest.raises(OutsizeError, match="2 samplings for 1 prompts"):
-            e.generate(["one"], 8, [Sampling(), Sampling()])
+            e.generate(["one"], 8, [outsize.Sampling(), Sampling()])
         with pytest.raises(OutsizeError, match="prompt is 5; expected a text, or token ids"):
             e.generate([5, 6], 8)  # type: ignore[list-item]
         with pytest.raises(OutsizeError, match="prompts is 'one'; expected a list"):
             e.generate("one", 8)
+        wrong: Any
+        for wrong, words in (
+            ({"prompts": 5}, "prompts is 5; expected a list"),
+            ({"stop": [5]}, r"stop strings are \[5\]; expected a list of strings"),
+            ({"stop": None}, "stop strings are None"),
+            ({"stop": ["a"], "prompts": ["a", [7]]}, "a prompt of token ids is answered by"),
+            ({"sampling": None}, "sampling is None; expected an outsize.Sampling"),
+        ):
+            with pytest.raises(OutsizeError, match=words):
+                e.generate(**{"prompts": ["one"], **wrong})
+        with pytest.raises(OutsizeError, match="embed: prompts is 'one'; expected a list"):
+            e.embed("one")
+        broken: Any = ByteTokenizer()
+        broken.stream = lambda: SimpleNamespace(push=[].index)
+        e.text, text = broken, e.text
+        with pytest.raises(OutsizeError, match=r"prompt 0: ValueError: .* is not in list"):
+            e.generate(["one"], 8, stop=["!"])  # nobody else's fault
+        e.text = text
+        assert e.generate(prompts, 8) == found
     with pytest.raises(OutsizeError, match="is closed"), e:
         pass
     with pytest.raises(OutsizeError, match="requests is 0; expected 1 or more"):
