@@ -44,7 +44,7 @@ def trained(model, plan, optimizer, ids=IDS, cuts=NO_CUTS, **here):
     )
     job = Job(flow, plan, Recipe(optimizer, 0.5), Here(**here), cuts)
     steps = []
-    for _ in range(3):
+    for _ in range(2):
         loss = job.step({"input_ids": ids}, 1e-2)
         steps.append((float(loss), job.report.norm, job.report.count))
     weights = {name: w.clone() for name, w in job.weights()}
@@ -61,15 +61,13 @@ def trained(model, plan, optimizer, ids=IDS, cuts=NO_CUTS, **here):
 @pytest.mark.parametrize(
     ("name", "recompute", "optimizer", "mesh"),
     [
-        ("llama", (), "adamw", Mesh(tensor=2)),
         ("llama", ("block",), "adamw", Mesh(data=2, tensor=2)),
         ("gemma", ("block",), "adamw", Mesh(tensor=2)),
         ("gpt2", (), "muon", Mesh(tensor=2)),
-        ("gpt2", ("block",), "adamw", Mesh(tensor=2)),
         ("phi3", (), "muon", Mesh(data=2, tensor=2)),
     ],
 )
-def test_three_steps_are_those_of_one_worker(name, recompute, optimizer, mesh):
+def test_two_steps_are_those_of_one_worker(name, recompute, optimizer, mesh):
     plain = model_of(name)
     derived = derive(plain, 2, (IDS,))
     assert all(d.groups for d in derived.values())

@@ -55,7 +55,7 @@ WAYS = {
     "tiles": {"tile": 5},
     "sequence chunks": {"stages": per_segment(5, ("block",)), "sequence_chunk": 5},
     "stages of blocks, in chunks": {
-        "stages": (Stage(0, 1), Stage(1, 4, ("block",)), Stage(4, 5)), "sequence_chunk": 4,
+        "stages": (Stage(0, 1), Stage(1, 4, ("block",)), Stage(4, 5)), "sequence_chunk": 5,
     },
 }  # fmt: skip
 ROWS, TOKENS = 3, 13
@@ -104,10 +104,8 @@ def test_four_workers(name):
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        *(("ladder", way) for way in WAYS),
+        *(("ladder, upper half", way) for way in WAYS if way != "recompute"),
         *(("kraken", way) for way in WAYS if way != "sequence chunks"),
-        ("ladder, upper half", "parts again"),
-        ("ladder, upper half", "stages of blocks, in chunks"),
     ],
 )
 def test_with_what_else_a_plan_does(name, way):
@@ -118,7 +116,7 @@ def test_with_what_else_a_plan_does(name, way):
     wrap(alone)
     loss = one_pass(alone, plan, BATCH, 1 / BATCH.count())
     gradients = {n: p.grad for n, p in alone.named_parameters()}
-    cuts = played(model, plan, BATCH, 1, False)[0].cuts
+    cuts = split(copy.deepcopy(model), along(Lone(), "tensor"))
     close([Part(loss, gradients, cuts, [], {})], model, BATCH)
     close(played(model, plan, BATCH, 2, False, wrap=wrap, chunks=3), model, BATCH)
 
@@ -149,7 +147,7 @@ def test_jobs_with_dropout(name):
             torch.testing.assert_close(mine, cut.of(expected[part][1]), rtol=1e-7, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", ["ladder", "ladder, upper half", "kraken"])
+@pytest.mark.parametrize("name", ["ladder, upper half", "kraken"])
 def test_generation(name):
     model, prompt = filled(SUBJECTS[name]), [3, 14, 15, 9, 26, 5, 35, 8]
 

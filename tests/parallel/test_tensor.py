@@ -100,7 +100,10 @@ WHOLE = ("llama, biases", "gpt2", "gemma2", "opt, narrow", "mixtral", "qwen3_moe
 
 @pytest.mark.parametrize(
     ("name", "sequence_parallel"),
-    [*((name, True) for name in FAMILIES), *((name, False) for name in WHOLE)],
+    [
+        *((name, True) for name in FAMILIES if name not in ("llama", "mistral")),
+        *((name, False) for name in WHOLE),
+    ],
 )
 def test_every_family(name, sequence_parallel):
     """Documents of all lengths, a row without any target, uneven features, shared key heads."""
@@ -111,7 +114,7 @@ def test_every_family(name, sequence_parallel):
 
 @pytest.mark.parametrize(
     ("name", "sequence_parallel"),
-    [("llama, tied", False), ("olmo2", False), ("olmo2", True), ("qwen3_moe", True)],
+    [("llama, tied", False), ("olmo2", True), ("qwen3_moe", True)],
 )
 def test_three_workers(name, sequence_parallel):
     model, batch = filled(config_of(name, **THREE)), batches(1, ROWS, TOKENS, 61)[0]
@@ -141,10 +144,7 @@ def test_chunks_of_the_sequence(way, name):
     close(played(model, plan_of(**changes), batch, 2, False, wrap=wrap), model, batch)
 
 
-@pytest.mark.parametrize(
-    ("name", "tokens"),
-    [("llama", 1), ("llama", 5), ("opt", 2), ("opt", 3), ("mixtral", 1), ("mixtral", 3)],
-)
+@pytest.mark.parametrize(("name", "tokens"), [("llama", 1), ("opt", 3), ("mixtral", 2)])
 def test_fewer_tokens_than_workers(name, tokens):
     """Some workers have no token of the residual stream at all."""
     model, plan = filled(config_of(name)), plan_of(rows=1, microbatch_rows=1, sequence=tokens)
@@ -162,7 +162,7 @@ def test_fewer_tokens_than_workers(name, tokens):
 )  # fmt: skip
 def test_terms_of_the_loss(name, options, sequence_parallel):
     model, batch = filled(config_of(name)), batches(1, ROWS, TOKENS, 61)[0]
-    parts = played(model, plan_of(), batch, 4, sequence_parallel, options)
+    parts = played(model, plan_of(), batch, 2, sequence_parallel, options)
     close(parts, model, batch, options)
 
 
@@ -184,8 +184,7 @@ def test_evaluation_reports_the_plain_loss(sequence_parallel):
 @pytest.mark.parametrize(
     ("name", "sequence_parallel"),
     [
-        ("llama, tied", False), ("llama, tied", True), ("gemma2", True), ("opt, narrow", False),
-        ("deepseek_v3", True),
+        ("llama, tied", False), ("gemma2", True), ("opt, narrow", False), ("deepseek_v3", True),
     ],
 )  # fmt: skip
 def test_logits_are_whole_on_every_worker(name, sequence_parallel):
@@ -217,8 +216,8 @@ def test_logits_are_whole_on_every_worker(name, sequence_parallel):
 @pytest.mark.parametrize(
     ("name", "recompute", "size"),
     [
-        ("llama", (), 4), ("llama", ("block",), 2), ("qwen3_moe", ("block",), 2),
-        ("deepseek_v3", (), 2), ("deepseek_v3", ("block",), 4),
+        ("llama", (), 4), ("qwen3_moe", ("block",), 2), ("deepseek_v3", (), 2),
+        ("deepseek_v3", ("block",), 4),
     ],
 )  # fmt: skip
 def test_bytes_are_those_of_the_papers(name, recompute, size):
