@@ -38,7 +38,7 @@ COMPILED = (torch.float32, torch.bfloat16, torch.float16)  # those of Triton's k
 
 _COMPILERS = ("g++", "c++", "clang++")  # g++ first: PyTorch's OpenMP runtime is its
 _ROWS = ("rows", "pages", "blocks", "heads")  # what serving computes, a library for each dtype
-_OF_DTYPE: dict[torch.dtype | str, str] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_OF_DTYPE = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _LIBRARIES = {
     "passes": Library(("attention", "blockwise", "native", "codes", "sparse", "normal")),
     "float64": Library(("attention64",)),
@@ -261,13 +261,21 @@ def serving(dtype: torch.dtype) -> Functions:
     return loaded().serving[dtype]
 
 
-def ready(*wanted: torch.dtype | str) -> None:
-    """Have libraries loaded, compiled if need be: before anything is timed, and before memory is
-    full. Those of serving by dtype, where it has one, others by name."""
+def ready(weight: Tensor) -> None:
+    """Have the passes of serving such weights loaded, compiled if need be: before anything is
+    timed, and before memory is full."""
+    name = _OF_DTYPE.get(weight.dtype)
+    if name is not None and weight.is_cpu:
+        load_named(name)
+
+
+def load_named(*names: str) -> None:
+    """Have libraries loaded, compiled if need be, where there is a compiler. Names that none has,
+    as of a dtype, are left out."""
     found = library()
-    names = [name for one in wanted if (name := _OF_DTYPE.get(one, one)) in _LIBRARIES]
-    if found is not None and names:
-        found.libraries.opened(*names)
+    known = [name for name in names if name in _LIBRARIES]
+    if found is not None and known:
+        found.libraries.opened(*known)
 
 
 def load(compiler: str | None, cache: Path) -> Passes | None:

@@ -86,11 +86,11 @@ class Engine:
         watched: Watched | None = None,
     ) -> None:
         assert (below is None) == (not room.below), "the room says how many pages may lie below"
-        dtype = model.prologue.tokens.weight.dtype
-        native.ready(dtype)
+        weight = model.prologue.tokens.weight
+        native.ready(weight)
         self.model, self.room, self.below = model, room, below
         self.steps = Steps(model, room, session, pulse)
-        left = [one for block in typed(model.blocks) for one in block.mixer.states(dtype)]
+        left = [one for block in typed(model.blocks) for one in block.mixer.states(weight.dtype)]
         # What a whole sequence leaves is not there for its first tokens alone.
         sharing = all(one.per == "token" for one in left)
         turned = regimes(model.config.ropes.values())

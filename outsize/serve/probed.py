@@ -44,7 +44,7 @@ def priced(model: Decoder, budget: int, context: int) -> Price:
     stages = range(len(model.blocks) + 2)
 
     def holds(known: Price) -> bool:
-        native.ready(model.prologue.tokens.weight.dtype)
+        native.ready(model.prologue.tokens.weight)
         run = runs_of(model) or each_alone
         few = timed(model, stages[1:-1])
         for count, then in known.blocks.points:
@@ -66,7 +66,7 @@ def probed(
     model: Decoder, here: Collection[int], budget: int, context: int, reading: float = 0.0
 ) -> Price:
     """here: stages whose weights are in memory; reading: seconds of the files in every step."""
-    native.ready(model.prologue.tokens.weight.dtype)
+    native.ready(model.prologue.tokens.weight)
     gather_huge(_spans(model))  # where steps read them a sixth faster
     last = len(model.blocks) + 1
     every = set(here) & set(range(1, last))

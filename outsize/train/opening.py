@@ -60,9 +60,11 @@ def ready_of(
     data = data_of(setup, console, worker_group)
     stream = streamed(setup, data).stream
     setup = _long_enough(setup, stream, at)
-    plan = setup.plan
-    if plan.precision.invariant or (plan.budget is not None and setup.config.sample.tokens):
-        native.ready(plan.precision.compute)  # no compiler needs memory once the budget is used
+    if setup.device.type == "cpu" and (
+        setup.plan.precision.invariant
+        or (setup.plan.budget is not None and setup.config.sample.tokens)
+    ):  # no compiler needs memory once the budget is used
+        native.load_named(setup.plan.precision.compute)
     with console.status("predicting the time of a step"):
         setup = noted(setup, "rates")
         timed = calibrated(setup, stream, worker_group)

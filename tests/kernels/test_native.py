@@ -351,8 +351,8 @@ def test_a_library_is_built_when_it_is_asked_for(tmp_path, monkeypatch):
         with pytest.raises(
             OutsizeError, match="'shared' cannot be built as others were: disk full"
         ):
-            native.ready("shared")
-    native.ready("shared", torch.float64, "nothing of this name")
+            native.load_named("shared")
+    native.load_named("shared", "float16")
     assert len(set(tmp_path.iterdir()) - {first}) == 1
     libraries["shared"] = building.Library(("sparse", "normal"))  # what else it holds, by its name
     assert not building.Libraries(libraries, COMPILER, tmp_path)._kept("shared")
