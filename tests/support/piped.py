@@ -27,7 +27,7 @@ from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
 
-LAYERS, SEGMENTS = 6, 8
+SEGMENTS = 8
 Numbers = tuple[list[Any], dict[str, Tensor], dict[str, Tensor]]
 _ALONE: dict[Any, Numbers] = {}
 

@@ -14,16 +14,15 @@ from torch import nn
 from outsize.errors import OutsizeError
 from outsize.torch_private import DisableTorchFunction, tree_leaves
 
-# What may be asked of such a parameter: all but its elements.
+# What may be asked of such a parameter, beside whether it is of some kind: all but its elements.
 _READ = {
-    "shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "requires_grad", "is_leaf",
-    "grad", "grad_fn", "_version", "is_cuda", "is_meta", "is_sparse", "_backward_hooks",
+    "shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "requires_grad", "grad",
+    "grad_fn", "_version", "_backward_hooks",
 }  # fmt: skip
 _SET = {"requires_grad", "grad", "_backward_hooks"}
 _CALLED = {
     "size", "dim", "numel", "nelement", "stride", "storage_offset", "data_ptr", "element_size",
-    "is_contiguous", "is_floating_point", "is_complex", "requires_grad_", "register_hook",
-    "register_post_accumulate_grad_hook", "__len__", "__hash__",
+    "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__len__", "__hash__",
 }  # fmt: skip
 
 
@@ -36,7 +35,7 @@ class Elsewhere(nn.Parameter):
     ) -> Any:
         asked = {"__get__": _READ, "__set__": _SET}.get(func.__name__)
         name = func.__name__ if asked is None else func.__self__.__name__
-        if name not in (_CALLED if asked is None else asked):
+        if not name.startswith("is_") and name not in (_CALLED if asked is None else asked):
             mine = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Elsewhere))
             raise OutsizeError(
                 f"parameter {vars(mine)['its_name']!r} has no values here between two steps: they"
