@@ -22,6 +22,7 @@ from torch import Tensor
 from outsize.decode.generate import Draw, check_request
 from outsize.decode.paged import Part
 from outsize.errors import OutsizeError, counted
+from outsize.hardware.host import gather_huge
 from outsize.kernels import native, rows
 from outsize.launch.heartbeat import Heartbeat
 from outsize.models.decoder import typed
@@ -35,6 +36,7 @@ from outsize.serve.drafts import Drafter
 from outsize.serve.line import Line
 from outsize.serve.model import Model
 from outsize.serve.policies import Policy
+from outsize.serve.probed import scattered
 from outsize.serve.request import Feed
 from outsize.serve.steps import Steps
 
@@ -96,6 +98,7 @@ class Engine:
         turned = regimes(model.config.ropes.values())
         self.line = Line(room, policy, sharing, drafter if sharing else None, regime=turned)
         self.wholes: list[_Whole] = []
+        self._scattered = scattered(model) if model.home is None else []
         self._watched, self._came = watched, False
         self._turn = False  # of a whole text, where requests go on too
         self._wake = threading.Condition()
@@ -262,10 +265,13 @@ class Engine:
 
         while not self._closing:
             with self._wake:  # as long as the others may wait
-                found = asked() or self._wake.wait_for(asked, self.steps.idle())
+                idle = 0 if self._scattered else self.steps.idle()
+                found = asked() or self._wake.wait_for(asked, idle)
                 self._last = time.monotonic()
             if found:
                 self._next()
+            elif self._scattered:  # as long as nobody waits
+                gather_huge(self._scattered.pop(0))
             else:
                 self.steps.rest()
         self.steps.end()

@@ -3,7 +3,6 @@ memory, as the engine plays them: over pages, each token alone."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection
 
@@ -30,6 +29,7 @@ _PAGE = 16
 _LOOKED = (1, 16)  # tokens of a step that are timed again at a later start
 _BUSY = 2.0  # times this thread's processor time, beyond which others have it
 _SAME = 0.25  # of its seconds, within which a step takes what it took
+_RUN = 64 << 20  # bytes that come to lie in huge pages at once
 _SCATTERED = 1.2  # of its seconds, what a step takes more at most before weights lie in huge pages
 
 
@@ -38,8 +38,8 @@ def priced(model: Decoder, budget: int, context: int) -> Price:
     """Of a model that is in memory as a whole: what an earlier start has found, where steps of few
     tokens take now what they took then, or else as `probed` finds it.
 
-    A later start does not wait for huge pages, which take 3 s a GiB in a guest: weights come to lie
-    there while it goes on.
+    A later start does not wait for huge pages, which take 3 s a GiB in a guest: the engine has
+    weights lie there while nobody asks.
     """
     stages = range(len(model.blocks) + 2)
 
@@ -53,7 +53,6 @@ def priced(model: Decoder, budget: int, context: int) -> Price:
                 now = _through(model, blocks, 0, count, run).whole(model, stages[1:-1])
                 if not (1 - _SAME) * then <= now <= (1 + _SAME) * _SCATTERED * then:
                     return False
-        threading.Thread(target=gather_huge, args=(_spans(model),), daemon=True).start()
         return True
 
     with rows.alone():
@@ -67,7 +66,8 @@ def probed(
 ) -> Price:
     """here: stages whose weights are in memory; reading: seconds of the files in every step."""
     native.ready(model.prologue.tokens.weight)
-    gather_huge(_spans(model))  # where steps read them a sixth faster
+    for run in scattered(model):
+        gather_huge(run)  # where steps read them a sixth faster
     last = len(model.blocks) + 1
     every = set(here) & set(range(1, last))
     few = timed(model, every)
@@ -96,11 +96,18 @@ def probed(
     return Price(Curve(tuple(fed)), Curve(tuple(head)), visit, load, reach, reading)
 
 
-def _spans(model: Decoder) -> list[tuple[int, int]]:
-    """The address and bytes of each weight that is here."""
+def scattered(model: Decoder) -> list[list[tuple[int, int]]]:
+    """The address and bytes of each weight that is here, in runs that are gathered at once."""
     # Of a weight that is elsewhere there is one element here, which stands for all.
     here = (x for x in model.parameters() if x.device == HOST and x.is_contiguous())
-    return [(x.data_ptr(), x.nbytes) for x in here]
+    runs, held = list[list[tuple[int, int]]](), _RUN
+    for address, nbytes in sorted((x.data_ptr(), x.nbytes) for x in here):
+        if held >= _RUN:
+            runs.append([])
+            held = 0
+        runs[-1].append((address, nbytes))
+        held += nbytes
+    return runs
 
 
 def _through(model: Decoder, blocks: Collection[int], start: int, tokens: int, run: Run) -> Pace:

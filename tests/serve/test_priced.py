@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -13,8 +12,13 @@ import torch
 from outsize.errors import OutsizeError
 from outsize.models.build import build
 from outsize.models.families import parse
+from outsize.serve import engine as engines
 from outsize.serve import probed as probing
+from outsize.serve.asks import Room
+from outsize.serve.engine import Engine
 from outsize.serve.http import listening
+from outsize.serve.model import Model
+from outsize.serve.policies import POLICIES
 from outsize.serve.probed import priced
 from outsize.simulate import kept as keeping
 from outsize.simulate import tokens
@@ -75,19 +79,22 @@ def test_a_machine_that_is_slower_or_quicker_now_is_timed_anew(machine, seconds)
 
 
 def test_weights_come_to_lie_where_steps_read_them_best(machine, monkeypatch) -> None:
-    """At a first start before any step is timed, at a later one beside what follows."""
-    model, moved = build(parse(MODEL), 0), SimpleQueue[tuple[object, ...]]()
-
-    def gather(spans) -> None:
-        moved.put((threading.current_thread(), machine.timed, sorted(spans)))
-
-    monkeypatch.setattr(probing, "gather_huge", gather)
+    """At a first start before any step is timed, at a later one when nobody asks, each in runs."""
+    model, moved = build(parse(MODEL), 0), list[tuple[int, list[tuple[int, int]]]]()
+    monkeypatch.setattr(probing, "_RUN", 4096)
+    monkeypatch.setattr(
+        probing, "gather_huge", lambda spans: moved.append((machine.timed, list(spans)))
+    )
     every = sorted((x.data_ptr(), x.nbytes) for x in model.parameters())
     priced(model, 64, 128)
-    assert moved.get() == (threading.current_thread(), 0, every)
+    assert {timed for timed, _ in moved} == {0} and [x for _, run in moved for x in run] == every
+    assert 1 < len(moved) < len(every)
+    before = len(moved)
     priced(model, 64, 128)
-    where, _, spans = moved.get()
-    assert where is not threading.current_thread() and spans == every and moved.empty()
+    assert len(moved) == before
+    monkeypatch.setattr(engines, "gather_huge", (gathered := SimpleQueue()).put)
+    with Engine(Model(model), Room(4, 64, 2, 64, 512, 128), POLICIES.get("mixed")):
+        assert [gathered.get() for _ in moved] == [run for _, run in moved]
 
 
 def test_what_stands_for_weights_elsewhere_is_not_moved(machine, monkeypatch) -> None:
