@@ -66,8 +66,8 @@ def probed(
 ) -> Price:
     """here: stages whose weights are in memory; reading: seconds of the files in every step."""
     native.ready(model.prologue.tokens.weight)
-    for run in scattered(model):
-        gather_huge(run)  # where steps read them a sixth faster
+    for spans in scattered(model):
+        gather_huge(spans)  # where steps read them a sixth faster
     last = len(model.blocks) + 1
     every = set(here) & set(range(1, last))
     few = timed(model, every)
