@@ -87,8 +87,11 @@ def test_the_optimizer_makes_no_steps_of_its_own() -> None:
     plain_step(model, have, batch)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_weights_that_are_changed_are_those_that_train_on(dtype) -> None:
+@pytest.mark.parametrize(
+    "dtype, way",
+    [(torch.float64, "in place"), (torch.bfloat16, "in place"), (torch.bfloat16, "by data")],
+)
+def test_weights_that_are_changed_are_those_that_train_on(dtype, way) -> None:
     """Also where they are roundings of a master copy."""
     given = [(x.to(dtype), y) for x, y in batches(2)]
     model = network(dtype)
@@ -100,7 +103,7 @@ def test_weights_that_are_changed_are_those_that_train_on(dtype) -> None:
             nn.utils.vector_to_parameters(torch.zeros(size).double(), model.parameters())
         else:
             for parameter in model.parameters():
-                parameter.zero_()
+                (parameter if way == "in place" else parameter.data).zero_()
     assert all(not weight.any() for _, weight in job.weights())
     with torch.no_grad():
         model.head.bias.fill_(3)
@@ -112,6 +115,34 @@ def test_weights_that_are_changed_are_those_that_train_on(dtype) -> None:
     model.float()
     with pytest.raises(OutsizeError, match=r"is of torch.float32 on cpu now, and the job has it"):
         job.step(given[1])
+
+
+@pytest.mark.parametrize("memory", [500_000, 250_000])
+def test_a_master_copy_keeps_what_nobody_has_changed(tmp_path, memory) -> None:
+    """On the device or on a disk, while the parameters are here; a reference to `data` that
+    somebody keeps is written to later."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(6)]
+    model, batch = nn.Sequential(*layers).bfloat16(), torch.randn(2, 4, 64).bfloat16().unbind()
+    job = outsize.prepare(
+        model, adamw(model), loss=lambda out, batch: (out - batch[1]).square().float().sum(),
+        memory=memory, disk=f"{tmp_path}:1GiB",
+    )  # fmt: skip
+    job.step(batch)
+    on_disk = {stage.rest.optimizer for stage in job.plan.stages} - {"device"}
+    assert on_disk == ({"disk"} if memory < 300_000 else set())
+    kept = {name: parameter.data for name, parameter in model.named_parameters()}
+    job.step(batch)
+    before = {name: weight.clone() for name, weight in job.weights()}
+    for weight in kept.values():
+        weight[0].add_(1)
+    for name, weight in job.weights():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight[1:], before[name][1:])
+        assert torch.equal(weight[0], kept[name][0].float())
+        assert not torch.equal(weight[0], before[name][0])
+    copies = copy.deepcopy(model)
+    assert {type(parameter) for parameter in copies.parameters()} == {nn.Parameter}
 
 
 def test_a_backward_pass_of_ones_own_adds_nothing_to_the_next_step() -> None:

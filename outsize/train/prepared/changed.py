@@ -19,6 +19,7 @@ from outsize.runtime import Job
 from outsize.runtime.storage.apart import apart
 from outsize.schedule.kept import MASTER, PARAMETERS
 from outsize.torch_private import changes
+from outsize.train.prepared.elsewhere import PIECE, tell, told
 
 
 class Changes:
@@ -34,6 +35,8 @@ class Changes:
     def note(self, job: Job) -> None:
         """The job has them as they are now."""
         self._seen = {name: _now(parameter) for name, parameter in job.owners.items()}
+        for parameter in job.owners.values():
+            tell(parameter)
         if self._job is not job:
             self._job, self._names = job, _named(self._model)
 
@@ -43,7 +46,8 @@ class Changes:
         seen = self._seen
         if self._job is job and (now := _named(self._model)) != self._names:
             raise _others(self._names, now)
-        names = {n for n, p in job.owners.items() if seen.get(n) not in (None, _now(p))}
+        owners = job.owners.items()
+        names = {n for n, p in owners if seen.get(n) not in (None, _now(p)) or told(p)}
         if names:
             _take(job, names)
             self.note(job)
@@ -77,6 +81,7 @@ def _take(job: Job, names: set[str]) -> None:
     chunks = job.placement.chunks
     for index, chunk in enumerate(job.chunks):
         first, last = chunks.extent(index, MASTER)
+        spans = list[tuple[int, int]]()
         for slot in (slot for slot in chunk.table.slots if slot.name in names):
             if chunks.passes(index, PARAMETERS) or any(apart(job.optimizer)):
                 raise OutsizeError(
@@ -95,8 +100,37 @@ def _take(job: Job, names: set[str]) -> None:
                 own.copy_(parameter)
                 parameter.data = own
             begin, end = max(slot.offset, first), min(slot.offset + slot.numel, last)
-            if chunk.master is not None and begin < end:
-                chunk.master[begin - first : end - first].copy_(chunk.parameters[begin:end])
+            if begin < end:
+                spans.append((begin, end))
+        if spans and mastered(job, index):
+            master = job.weight_pool.mine(index, MASTER)
+            for begin, end in spans:
+                _round_back(master[begin - first : end - first], chunk.parameters[begin:end])
+            job.weight_pool.write(index, MASTER, master)
+
+
+def _round_back(master: Tensor, shown: Tensor) -> None:
+    """The master copy of what is shown: elements whose rounding it shows still keep their own."""
+    for own, seen in zip(master.split(PIECE), shown.split(PIECE), strict=True):
+        seen = seen.to(own.device)
+        torch.where(own.to(seen.dtype) == seen, own, seen.to(own.dtype), out=own)
+
+
+def mastered(job: Job, chunk: int) -> bool:
+    """Whether a chunk's parameters are roundings of a master copy."""
+    return any(what == MASTER for what, _ in job.placement.chunks.held(chunk))
+
+
+def watched(job: Job) -> dict[str, nn.Parameter]:
+    """Parameters by name that are here, and are not what training goes on from."""
+    passes, other = job.placement.chunks.passes, any(apart(job.optimizer))
+    here = (
+        slot.name
+        for index, chunk in enumerate(job.chunks)
+        if (other or mastered(job, index)) and not passes(index, PARAMETERS)
+        for slot in chunk.table.slots
+    )
+    return {name: job.owners[name] for name in here}
 
 
 def absent(job: Job) -> dict[str, nn.Parameter]:

@@ -27,7 +27,7 @@ from outsize.simulate import Forecast
 from outsize.train.prepared import states
 from outsize.train.prepared.batches import AsGiven, filled, refuse_empty, rows_in, tokens_of
 from outsize.train.prepared.bodies import Moving
-from outsize.train.prepared.changed import Changes, absent, away
+from outsize.train.prepared.changed import Changes, absent, away, watched
 from outsize.train.prepared.making import Preparing, refuse_small_budget
 from outsize.train.prepared.module import Buffers, Guard, without_caches, without_sparse
 from outsize.train.prepared.optimizers import Handed
@@ -266,7 +266,7 @@ class Prepared:
         if pending is not None:
             self._handed.count(self.preparing.alike(lambda: pending(job)))
             self._pending = None
-        self._guard.hidden(absent(job))
+        self._guard.hidden(absent(job), watched(job))
         return job
 
     def close(self) -> None:
@@ -275,7 +275,7 @@ class Prepared:
         axis has cut and of stages on other workers, which are not all here: the module's own
         forward and state_dict stay refused."""
         try:
-            self._guard.hidden({})
+            self._guard.hidden({}, {})
             if self._job is not None:
                 if not self._broken:
                     self._job.method.settle(shown=True)

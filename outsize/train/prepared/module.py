@@ -18,7 +18,7 @@ from outsize.models.plugged import record_of
 from outsize.parallel.automatic.derive import Derived, derive
 from outsize.runtime.adopted.flow import arguments
 from outsize.torch_private import buffers_here, changes
-from outsize.train.prepared.elsewhere import hide, show
+from outsize.train.prepared.elsewhere import Asked, forget, hide, show
 
 Blocks = Sequence[tuple[str, nn.Module]]
 
@@ -198,25 +198,37 @@ class Guard:
         self._model = model
         self._ours = False  # the forward at hand is the job's
         self._hidden: Mapping[str, nn.Parameter] = {}
+        self._watched: Mapping[str, nn.Parameter] = {}
 
     @contextmanager
     def computing(self) -> Iterator[None]:
         """While the job computes."""
         within, self._ours = self._ours, True
-        show(self._hidden.values())
+        self._show()
         try:
             yield
         finally:
             self._ours = within
             if not within:
-                hide(self._hidden)
+                self._hide()
 
-    def hidden(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """These, by name, and no others, have values while the job computes only."""
-        show(self._hidden.values())
-        self._hidden = parameters
+    def hidden(
+        self, parameters: Mapping[str, nn.Parameter], watched: Mapping[str, nn.Parameter]
+    ) -> None:
+        """These, by name, and no others, have values while the job computes only; who asks for the
+        `data` of those that are watched is noted."""
+        self._show()
+        forget(self._watched.values())
+        self._hidden, self._watched = parameters, watched
         if not self._ours:
-            hide(parameters)
+            self._hide()
+
+    def _show(self) -> None:
+        show((*self._hidden.values(), *self._watched.values()))
+
+    def _hide(self) -> None:
+        hide(self._hidden)
+        hide(self._watched, Asked)
 
     def forward(self, why: str) -> Any:
         """Refuse it from now on, until the handle that this gives is removed."""
