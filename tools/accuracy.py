@@ -150,7 +150,9 @@ def _serving() -> Iterator[str]:
         " the engine's policies and books of pages, with steps\npriced from the device's sheet"
         f" (`outsize/serve/described.py`); nothing is fitted. The other {left} have no rate of"
         " requests,\nno model, or figures that their notes call mis-scaled. Constants were chosen"
-        " with the table in view."
+        " with the table in view.\nWhat the table leaves out is read from its sources"
+        " (`outsize/foresight/data/served.yaml`): how many requests, how\nlong their prompts, and"
+        " which servers ran on from one run to the next, whose means are of all of them."
     )
     yield ""
     yield "| figure | reached | bar | |"

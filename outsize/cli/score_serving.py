@@ -51,8 +51,11 @@ def printed(rows: Sequence[Asked], made: Sequence[Forecast], forecasts: bool) ->
         each = table(*ROWS)
         for row in made:
             asked = row.asked
+            assert asked.bench is not None, "a row that is forecast has its load"
+            load = asked.bench.load
             each.add_row(
-                str(asked.line), asked.model, f"{asked.rate:g}/s {asked.prompt}+{asked.output}",
+                str(asked.line), asked.model,
+                f"{load.rate:g}/s {load.prompt:.0f}+{load.output:.0f}",
                 f"tensor={asked.layout[0]} x {asked.layout[1]}", f"{row.ttft:.4g} s",
                 f"{row.tpot:.4g} s", f"{row.e2e:.4g} s",
             )  # fmt: skip

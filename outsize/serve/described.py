@@ -31,8 +31,19 @@ CASTS = 4  # further ones where products are in 8 bits: of the inputs of each
 # Launches of a cast by a scale of its own: a zero, the largest value, the cast (vLLM's
 # scaled_fp8_quant without a scale); on the device they take together what one kernel does.
 CAST = 3
-LAUNCHED = 20e-6  # seconds to launch one where no graph was captured (Python, PyTorch)
-GRAPHS = 32  # tokens up to which a step is a captured graph: nobody but draws
+# Seconds to launch one where no graph was captured (Python, PyTorch): steps in which nobody but
+# draws are captured, those that feed prompts are not.
+LAUNCHED = 20e-6
+# Part of the memory's bandwidth that elementwise work reaches (the training runs of
+# outsize/foresight/data/constants.json: `traffic`).
+PASSED = 0.71
+# Elements that are read and written for each token: two norms that add what came before (four
+# each), the gate (two and one), rotated queries and keys, keys and values into the cache (vLLM's
+# fused kernels); a cast by a scale of its own reads its input twice.
+NORMED, GATED, TURNED, KEPT, CAST_READS = 8, 3, 2, 4, 2
+# Bytes from which on sums are NCCL's (vLLM's own kernel takes fewer), and its seconds: to begin,
+# and for each of a ring's steps over NVLink (NCCL 2.19, tuning.cc, Simple).
+OWN, RING, RING_STEP = 8 << 20, 8.4e-6, 3.4e-6
 TILE = 128  # rows and columns of a product that one multiprocessor computes at once
 AHEAD = 1.5  # times its share of the memory's bandwidth that a multiprocessor alone draws
 # Tokens of the steps that are priced, others between them: up to 1,024 each tile's last and first.
@@ -92,7 +103,8 @@ class Served:
         keys, values = s.widths
         work = 2.0 * s.layers * s.heads * (keys + values) / self.tensor
         seen = work / (Roofline(device).peak("bf16") * SEEN)
-        return Price(Curve(blocks), Curve(head), visit=seen, load=read)
+        launched = 0.0 if device.banks is not None else self._launched
+        return Price(Curve(blocks), Curve(head), visit=seen, load=read, launched=launched)
 
     @property
     def cached(self) -> float:
@@ -122,17 +134,45 @@ class Served:
         if s.parts.routed:
             layer += s.parts.routed / s.layers * self._experts(tokens)
         if self.tensor > 1:
-            inner = self.machines.levels[0]
-            moved = 2.0 * tokens * s.hidden * 2 / inner.bandwidth.value
-            layer += 2 * (inner.latency.value + moved)
-        kernels = KERNELS + (KERNELS if s.parts.routed else 0)
-        casts = CASTS if self.precision in NARROW else 0
+            layer += 2 * self._sum(2.0 * tokens * s.hidden)
         if self.machines.device.banks is not None:  # its commands come without a host
             return found + s.layers * layer
-        layer += (kernels + casts) * STARTED
-        if tokens > GRAPHS:
-            layer = max(layer, (kernels + CAST * casts) * LAUNCHED)
+        layer += sum(self._kernels) * STARTED + self._passes(tokens)
         return found + s.layers * layer
+
+    @property
+    def _kernels(self) -> tuple[int, int]:
+        """Of a layer: kernels, and casts."""
+        kernels = KERNELS + (KERNELS if self.shape.parts.routed else 0)
+        return kernels, CASTS if self.precision in NARROW else 0
+
+    @property
+    def _launched(self) -> float:
+        """Seconds in which the host launches a step's kernels one by one."""
+        kernels, casts = self._kernels
+        return self.host + self.shape.layers * (kernels + CAST * casts) * LAUNCHED
+
+    def _sum(self, bytes_: float) -> float:
+        """Seconds of one sum over the workers."""
+        inner = self.machines.levels[0]
+        moved = 2.0 * bytes_ / inner.bandwidth.value
+        if bytes_ < OWN:
+            return inner.latency.value + moved
+        return max(inner.latency.value, RING + 2 * (self.tensor - 1) * RING_STEP) + moved
+
+    def _passes(self, tokens: int) -> float:
+        """Seconds of a layer's elementwise work."""
+        s, wide = self.shape, self.machines.device.bandwidth.value * PASSED
+        heads = s.heads * s.d_head / self.tensor
+        groups = max(1.0, s.n_groups / self.tensor) * s.d_head
+        routed = s.parts.routed / s.layers
+        inner = (1 - routed) * s.d_inner + routed * (s.active * s.expert_inner + s.shared)
+        inner /= self.tensor
+        moved = NORMED * s.hidden + GATED * inner + TURNED * (heads + groups) + KEPT * groups
+        moved *= 2.0
+        if self.precision in NARROW:
+            moved += (2.0 * CAST_READS + 1) * (2 * s.hidden + heads + inner)
+        return tokens * moved / wide
 
     def _mlp(self, tokens: float, inner: int) -> float:
         return sum(

@@ -68,7 +68,8 @@ class Price:
     cached tokens before those that are fed of a request, the last `reach` at most (mean over
     layers): visit, for each of them and each fed one; load, for each of them, once. reading: of the
     weights that stay in files, in every step and beside what is computed. fetch, evict: of a page
-    of the cache, from below and there."""
+    of the cache, from below and there. launched: what the blocks of a step that feeds prompts take
+    at least, where their kernels are launched one by one."""
 
     blocks: Curve = Curve()
     head: Curve = Curve()
@@ -78,6 +79,7 @@ class Price:
     reading: float = 0.0
     fetch: float = math.inf
     evict: float = 0.0
+    launched: float = 0.0
 
     def past(self, start: int, count: int) -> float:
         """Seconds of what `count` tokens of a request see behind `start` ones."""
@@ -102,7 +104,10 @@ class Price:
 
     def step(self, tokens: int, drawn: int, past: float) -> float:
         """Seconds of a step. past: of what its tokens see."""
-        return max(self.reading, self.blocks(tokens) + self.head(drawn) + past)
+        blocks = self.blocks(tokens)
+        if tokens > drawn and blocks < self.launched:
+            blocks = self.launched
+        return max(self.reading, blocks + self.head(drawn) + past)
 
     def next(self, start: int) -> float:
         """Seconds of a token behind `start` ones, alone."""
@@ -143,9 +148,9 @@ class Price:
         """The most tokens, of `least` to `most`, in a step that takes so long at most: `least` are
         drawn, with `past` of what they see, and further ones have `depth` before them."""
 
-        if self.reading > seconds:
-            return least
         blocks, head = self.blocks, self.head(least + 1)
+        if max(self.reading, self.launched + head + past) > seconds:
+            return least
 
         def over(tokens: int) -> bool:
             seen = past + (self.past(depth, tokens - least) if tokens > least else 0.0)

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +23,10 @@ from outsize.foresight.score import rank_correlation
 from outsize.foresight.shape import Shape, read_shape
 from outsize.memory.sizes import format_bytes
 from outsize.serve.asks import Room
+from outsize.serve.benched import Bench, Load, Sums, bench, model_of
 from outsize.serve.described import Served
 from outsize.serve.played import play
 from outsize.serve.policies import POLICIES
-from outsize.serve.traffic import steady
 from outsize.texts import read_text
 
 SHIPPED = "published_serving.csv"
@@ -37,7 +38,6 @@ COLUMNS = (
 MEASURED = {"ttft": "ttft_mean_s", "tpot": "tpot_or_itl_mean_s", "e2e": "e2e_mean_s"}
 COUNTS = ("gpus", "tp", "ep", "dp", "prompt_tokens_total", "output_tokens_total",
           "max_batched_tokens")  # fmt: skip
-TRACE = 1000  # requests of a cluster's trace where only the sums of their tokens are said (APEX)
 REQUESTS = 60  # that are played
 KEPT = 0.9  # of a device's memory, for weights and pages (vLLM's default)
 PAGE, SLOTS, BUDGET = 16, 256, 4096
@@ -71,9 +71,7 @@ class Asked:
     measured: Mapping[str, float]
     missing: str = ""
     served: Served | None = None
-    rate: float = 0.0
-    prompt: int = 0
-    output: int = 0
+    bench: Bench | None = None
     budget: int = BUDGET
     policy: str = "prompt-first"
     layout: tuple[int, int] = (1, 1)
@@ -127,8 +125,9 @@ def _asked(row: Mapping[str, str], line: int, name: str) -> Asked:
     asked = Asked(line, "/".join(source.split("/")[:2]), row["model"], measured)
     if "mis-scaled" in row["notes"]:
         return replace(asked, missing="its notes say that its figures are mis-scaled")
-    device, shape = device_named(row["gpu_type"]), _shape(row["model"])
-    dtype = DTYPES.get(row["precision"].strip().lower(), "")
+    model, precision = model_of(asked.source, row["model"]) or (row["model"], row["precision"])
+    device, shape = device_named(row["gpu_type"]), _shape(model)
+    dtype = DTYPES.get(precision.strip().lower(), "")
     for known, why in (
         (numbers["rate_req_s"], "the rate of requests is not said"),
         (numbers["prompt_tokens_total"] and numbers["output_tokens_total"],
@@ -144,17 +143,19 @@ def _asked(row: Mapping[str, str], line: int, name: str) -> Asked:
     tensor, copies = int(numbers["tp"] or 1), int(numbers["dp"] or 1)
     if shape.heads % tensor:
         return replace(asked, missing=f"{shape.heads} heads over {tensor} workers")
-    requests = TRACE / (copies if "replica" in row["notes"] else 1)
     new = re.search(r"vLLM (\d+)\.(\d+)", row["engine"])
     served = Served(shape, cluster_of(device, tensor, 0, 0.0).groups[0], tensor, dtype,
                     *(LATER if _later(new) else HOST))  # fmt: skip
-    policy, budget = _feeding(new, served, row["model"])
+    policy, budget = _feeding(new, served, model)
     return replace(
         asked,
         served=served,
-        rate=(numbers["rate_req_s"] or 0.0) / copies,
-        prompt=max(1, round((numbers["prompt_tokens_total"] or 0) / requests)),
-        output=max(1, round((numbers["output_tokens_total"] or 0) / requests)),
+        bench=bench(
+            asked.source, row["model"], row["workload"], (tensor, copies),
+            Sums(numbers["prompt_tokens_total"] or 0, numbers["output_tokens_total"] or 0,
+                 "replica" in row["notes"]),
+            numbers["rate_req_s"] or 0.0,
+        ),
         budget=int(numbers["max_batched_tokens"] or budget),
         policy=policy,
         layout=(tensor, copies),
@@ -209,13 +210,26 @@ def forecasts(rows: Sequence[Asked]) -> list[Forecast]:
 
 
 def _forecast(asked: Asked) -> Forecast:
-    assert asked.served is not None
-    room = room_of(asked.served, asked.budget)
-    arrivals = steady(asked.rate, asked.prompt, asked.output, REQUESTS)
-    fates = play(room, POLICIES.get(asked.policy), arrivals, sharing=False).fates
-    ttft = _mean([fate.ttft for fate in fates]) + FRONT
-    tpot = _mean([fate.tpot for fate in fates])
-    return Forecast(asked, ttft, tpot, ttft + tpot * (asked.output - 1))
+    """Means as the source has them: of all that its server had until then."""
+    assert asked.served is not None and asked.bench is not None
+    bench = asked.bench
+    loads = (*bench.before, bench.load)
+    first, apart, requests, gaps, tokens = 0.0, 0.0, 0.0, 0.0, 0.0
+    for load in loads:
+        ttft, tpot = _means(asked.served, asked.policy, asked.budget, load)
+        first, requests = first + ttft * load.requests, requests + load.requests
+        gaps += tpot * load.requests * (load.output - 1)
+        tokens += load.requests * (load.output - (0 if bench.known else 1))
+        apart = ttft + tpot * (load.output - 1)
+    return Forecast(asked, first / requests, gaps / tokens if tokens else 0.0, apart)
+
+
+@cache
+def _means(served: Served, policy: str, budget: int, load: Load) -> tuple[float, float]:
+    """Seconds to the first token, and from token to token."""
+    room = room_of(served, budget)
+    fates = play(room, POLICIES.get(policy), load.arrivals(REQUESTS), sharing=False).fates
+    return _mean([fate.ttft for fate in fates]) + FRONT, _mean([fate.tpot for fate in fates])
 
 
 def room_of(served: Served, budget: int, memory: float | None = None) -> Room:
@@ -285,8 +299,9 @@ def shipped() -> list[Asked]:
 
 def _whole(row: Forecast) -> float:
     """Seconds of a request as measured."""
-    made = row.asked.measured
-    return made.get("e2e", made["ttft"] + made["tpot"] * (row.asked.output - 1))
+    made, bench = row.asked.measured, row.asked.bench
+    assert bench is not None
+    return made.get("e2e", made["ttft"] + made["tpot"] * (bench.load.output - 1))
 
 
 def _mean(values: Sequence[float]) -> float:
