@@ -40,7 +40,7 @@ from outsize.train.recipe import files_of
 from outsize.train.resolve import Resolved
 from outsize.train.tokenizer_files import write_tokenizer
 
-WEIGHTS, OPTIMIZER, UPDATES = "weights", "optimizer", "updates"
+WEIGHTS, OPTIMIZER, UPDATES, NOTES = "weights", "optimizer", "updates", "notes"
 KIND = "outsize training run"
 Read = Callable[[str, str | None], Tensor]  # by a parameter's name and that of a state of it
 
@@ -129,17 +129,18 @@ def restore_states(checkpoint: Checkpoint, job: Job, weights: Fill | None) -> No
 
 def copied(job: Job, device: str | None = None) -> dict[str, Any]:
     """Copies of a job's weights and optimizer states by name, where they are or on a device, with
-    the counts of updates. Every worker calls it."""
+    the counts of updates and the notes of its method. Every worker calls it."""
 
     def copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         return {name: tensor.to(device or tensor.device, copy=True) for name, tensor in tensors}
 
     states = {WEIGHTS: copies(job.weights()), OPTIMIZER: copies(job.optimizer_state())}
-    return {**states, UPDATES: dict(job.update_counts())}
+    return {**states, UPDATES: dict(job.update_counts()), NOTES: job.method.notes()}
 
 
 def give(job: Job, states: Mapping[str, Any]) -> None:
     """Put what `copied` gave into a job of the same model and optimizer."""
+    job.method.recall(states.get(NOTES, {}))
 
     def fill(group: str, name: str, out: Tensor) -> None:
         out.copy_(states[group][name])

@@ -234,16 +234,21 @@ def test_prepare_trains_a_float16_model_as_grad_scaler_does(tmp_path) -> None:
         assert job.report.scaling.factor == factors[step]
         if step == 4:
             job.save(tmp_path / "saved")
+            state = job.state_dict()
     # Updates that differ in float32's last digit may round to another float16: by 2^-11 of it.
     assert found == pytest.approx(losses, rel=2**-10)
     mine = dict(job.weights())
     for (name, _), theirs in zip(model.named_parameters(), masters, strict=True):
         torch.testing.assert_close(mine[name], theirs.detach(), rtol=2**-10, atol=3e-4)
-    again = prepared()
-    again.load(tmp_path / "saved")
-    assert [float(again.step(batch)) for batch in data[5:]] == found[5:]
-    assert again.report.scaling == job.report.scaling
-    assert same(dict(again.weights()), dict(job.weights()))
+    for way in ("files", "dictionary"):
+        again = prepared()
+        again.load(tmp_path / "saved") if way == "files" else again.load_state_dict(state)
+        assert [float(again.step(batch)) for batch in data[5:]] == found[5:]
+        assert again.report.scaling == job.report.scaling
+        assert same(dict(again.weights()), dict(job.weights()))
+    next(again.model.parameters()).requires_grad_(False)  # a job of other parameters goes on so
+    again.step(data[5])
+    assert again.report.scaling.skipped == job.report.scaling.skipped
 
 
 def test_an_overflow_without_scaling_ends_the_run() -> None:
