@@ -346,6 +346,7 @@ def test_save_never_overwrites(saved: Path, monkeypatch: pytest.MonkeyPatch) -> 
         save(model, saved.parent / "other")
     assert not (saved.parent / "other").exists()
     save(model, saved.parent / "empty")
+    assert not list((saved.parent / "empty").glob("*-of-00009*")), "what was half-written is gone"
     save(model, saved.parent / "new" / "deep")
     with monkeypatch.context() as at:
         full = OSError(28, "No space left on device", "read", None, "written")  # as shutil has it

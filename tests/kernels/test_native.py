@@ -356,6 +356,9 @@ def test_a_library_is_built_when_it_is_asked_for(tmp_path, monkeypatch):
     assert len(set(tmp_path.iterdir()) - {first}) == 1
     libraries["shared"] = building.Library(("sparse", "normal"))  # what else it holds, by its name
     assert not building.Libraries(libraries, COMPILER, tmp_path)._kept("shared")
+    assert building.Libraries(libraries, COMPILER, tmp_path)._kept("passes")
+    monkeypatch.setattr(building, "processor", lambda: "another")  # whose instructions are others
+    assert not building.Libraries(libraries, COMPILER, tmp_path)._kept("passes")
 
 
 @pytest.mark.usefixtures("quick_build")

@@ -133,6 +133,8 @@ def test_groups_are_chosen_by_their_two_best_with_the_correction() -> None:
         assert sorted(wanted) == sorted(chosen_TJ[t].tolist())
         share = score[chosen_TJ[t]] / score[wanted].sum() * 2.5
         torch.testing.assert_close(weight_TJ[t], share, rtol=1e-12, atol=1e-12)
+    gone_TE = torch.zeros(TOKENS, 8)  # sigmoids that have underflowed together
+    assert torch.equal(made.weigh(gone_TE, chosen_TJ), gone_TE[:, :3])
 
 
 def test_sizes_are_counted_and_most_uneven_without_values() -> None:

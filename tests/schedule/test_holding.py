@@ -25,7 +25,9 @@ from outsize.plan import Plan, Precision, Sharding, Stage, Stream
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import ALONE, Here, Recipe
-from outsize.schedule import Kind, Lane, State, prove
+from outsize.schedule import Action, Kind, Lane, State, prove
+from outsize.schedule.proof.sums import Sums
+from outsize.schedule.residency import Residency
 
 ROWS, SEQUENCE, VOCAB = 2, 6, 17
 MUTATIONS = 45  # of each plan
@@ -127,6 +129,18 @@ def test_parts_are_collected_when_all_are_updated(monkeypatch):
         with pytest.raises(OutsizeError, match="before they are updated"):
             prove(early)
     assert len(found) == 4, "one a stage"
+
+
+def test_what_is_collected_is_gathered_behind_it():
+    """Of parameters that are cut over fewer workers than what updates them."""
+    own = frozenset({0})
+    sums = Sums(Residency(((0,),), gathered=own, collected=own), 0)
+    update, gather, collect = (
+        Action(kind, 0, state=State.PARAMETERS) for kind in (Kind.UPDATE, Kind.GATHER, Kind.COLLECT)
+    )
+    assert not any(sums.step(one) for one in (gather, update))
+    assert "whose updated parts were not collected" in sums.step(gather)
+    assert not any(sums.step(one) for one in (collect, gather))
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,7 @@ REASONS = [
     (steps("L0 B0 N0 U0 L1 N1", cuts=frozenset({1})), "the gradient of stage 1, microbatch 0"),
     (steps("L0 B0 L1 B1 N0 N1", cuts=frozenset({1})), "before UPDATE of stage 0, of a group"),
     (steps("L0 B0 N0 U0 L1 B1 U1", cuts=frozenset({1})), "comes before NORM"),
+    (steps("U1 F0", first=2, ahead=frozenset({0, 1})), "before UPDATE of stage 0, which is"),
     (steps("F2"), "stage is 2; expected 0 to 1"),
     (
         steps("F0 P0 P1 L1 B1 B0 N U0 U1"),

@@ -18,9 +18,10 @@ from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError
 from outsize.models.build import build
 from outsize.models.families import parse
-from outsize.serve.asks import Ask
-from outsize.serve.changed import Watched, watched
+from outsize.serve.asks import Ask, Token
+from outsize.serve.changed import Watched, begin_anew, watched
 from outsize.serve.engine import Engine
+from outsize.serve.line import Line
 from outsize.serve.model import Model
 from outsize.serve.policies import POLICIES
 
@@ -134,6 +135,21 @@ def test_another_model_is_refused() -> None:
     model.double()
     with pytest.raises(OutsizeError, match=r"has other parameters.*; expected the same"):
         seen.changed(True)
+    model.config = replace(model.config, softcap=5.0)  # and nothing else
+    with pytest.raises(OutsizeError, match=r"has other parameters.*; expected the same"):
+        seen.changed(False)
+
+
+def test_pages_of_earlier_weights_are_no_others() -> None:
+    """Whatever turns texts: of all lengths, no text finds pages of one by other weights."""
+    line = Line(ROOM, POLICIES.get("mixed"), True, regime=lambda length: length)
+    for length in (41, 40, 40):
+        line.add(Ask(tuple(PROMPT[:length]), 1, Sampling()), lambda _: None)
+        feeds = line.feeds()
+        feeds[0].request.told = [Token(1)]
+        line.take(feeds)
+        assert line.counts.kept == 0 and not line.requests
+        begin_anew(line)
 
 
 def test_weights_that_are_not_this_workers_alone(tmp_path: Path) -> None:

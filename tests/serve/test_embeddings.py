@@ -81,6 +81,9 @@ def test_vectors_are_those_of_transformers(engine: Engine, plain: hf.LlamaModel,
         found_E = Pooling(mode, True).vector(engine, ids)
         torch.testing.assert_close(found_E.double(), wanted_E, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(torch.cat(found), states(plain, ids), rtol=1e-10, atol=1e-10)
+    few_E = Pooling(mode, False).vector(engine, ids, 5)
+    wanted_E = torch.nn.functional.normalize(wanted_E[:5], dim=0)
+    torch.testing.assert_close(few_E.double(), wanted_E, rtol=1e-6, atol=1e-6)
 
 
 def test_openais_client_embeds(model: Model, plain: hf.LlamaModel) -> None:

@@ -234,16 +234,19 @@ class Guess:
 @COMPILED
 @pytest.mark.parametrize("name", CONFIGS)
 def test_drafts_change_nothing(name: str) -> None:
-    """Bit for bit, be they right or wrong, drawn or greedy; at a stop token; in few pages."""
+    """Bit for bit, be they right or wrong, drawn or greedy; in few pages; beyond a stop token and
+    the last that is asked for."""
     model, some = model_of(name), asks()
-    alone = [told(model, [ask], ROOM)[0] for ask in some]
-    ends = frozenset({alone[0][4].id})
-    whole = [one.id for one in alone[0]]
-    some[0], alone[0] = replace(some[0], stop=ends), until(alone[0], ends)
+    first, longer = some[0], replace(some[0], max_new_tokens=12)
+    alone = [told(model, [ask], ROOM)[0] for ask in (longer, *some[1:])]
+    text = [*first.ids, *(one.id for one in alone[0])]
+    whole = alone[0][: first.max_new_tokens]
+    ends = frozenset({whole[4].id})
+    some[0], alone[0] = replace(first, stop=ends), until(whole, ends)
     for room, drafter in ((ROOM, Lookup), (replace(ROOM, pages=14, budget=9), Guess)):
         assert told(model, some, room, drafter=drafter) == alone
-    text = [*some[0].ids, *whole]
-    assert told(model, some[:1], ROOM, drafter=lambda: Knows(text)) == alone[:1]
+    knowing = told(model, [some[0], first], ROOM, drafter=lambda: Knows(text))
+    assert knowing == [alone[0], whole]
 
 
 class Knows:
@@ -339,7 +342,7 @@ def test_virtual_tokens_stand_before_each_prompt(method: str) -> None:
     for ask, found in zip(some, told(model, some, ROOMS["slices"]), strict=True):
         drawn = [one.id for one in found]
         assert drawn == model.generate(ask.ids, ask.max_new_tokens, ask.sampler)
-        with Engine(model, ROOM, POLICIES.get("mixed")) as engine:
+        with Engine(model, replace(ROOM, budget=16), POLICIES.get("mixed")) as engine:
             scored = engine.logprobs([*ask.ids, *drawn])
         assert len(scored) == len(ask.ids) + len(drawn) - 1
         for one, other in zip(found, scored[-len(drawn) :], strict=True):

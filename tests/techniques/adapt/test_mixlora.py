@@ -170,6 +170,10 @@ def test_what_is_refused():
     cut = base_plan(mlp_tile=6, microbatch_rows=3)
     with pytest.raises(OutsizeError, match="balance is summed over whole documents"):
         Job(NativeFlow(model_of(), cut), cut, Recipe(AdamW())).step(data, RATE)
+    flow = NativeFlow(model_of(), base_plan(microbatch_rows=3))
+    part = flow.part(data, 0, 3)
+    others = replace(part, lengths=tuple(2 * n for n in part.lengths))  # as a context axis has them
+    assert (flow._context(part, 0.5).factor, flow._context(others, 0.5).factor) == (0.5, None)
     without = model_of(adapter=replace(ADAPTER, balance=0.0))
     whole = base_plan(microbatch_rows=3)
     losses = [
