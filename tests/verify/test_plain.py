@@ -19,6 +19,7 @@ from outsize.plan import Pipelined, Precision
 from outsize.plan.approximate import PARTIAL
 from outsize.plan.plan import per_segment
 from outsize.verify import Adopted, verify
+from outsize.verify.bounds import Bounds
 from outsize.verify.compare import compare
 from outsize.verify.naive import Walk, loss_of, walks_of
 from outsize.verify.plain import Recipe, Step, train
@@ -177,3 +178,20 @@ def test_ways_of_adopted_modules_are_their_own():
     own = Adopted(torch.nn.Linear(2, 2), lambda step, rows: None, lambda out, batch: out, len)
     with pytest.raises(OutsizeError, match="Linear is an adopted module, whose own forward calls"):
         own.plain(Precision.named("float64"), [Walk(0, 1, (0,))])
+
+
+def test_what_differs_anywhere_is_a_difference() -> None:
+    """In any step, in one number, in bits between workers; and what is no number holds nowhere."""
+    w = torch.ones(3)
+    steps = [Step(1.0, 2.0, {"w": w}, {"w": w})] * 2
+    odd = torch.tensor([1.0, float("nan"), 1.0])
+    assert compare(steps, steps, "float64").worst == 0.0
+    assert not compare(steps, steps, "float64", differ=[1]).holds()
+    for change in ({"loss": 1.1}, {"norm": 2.1}, {"norm": float("nan")}, {"weights": {"w": odd}},
+                   {"gradients": {"w": odd}}, {"gradients": {"w": None}}):  # fmt: skip
+        other = replace(steps[0], **change)
+        for mine in ([other, steps[0]], [steps[0], other]):
+            assert not compare(mine, steps, "float64").holds(), change
+    key = ("w", "ratio")
+    assert not Bounds({key: 1.0}, 1).over({key: 1.0})
+    assert Bounds({key: 1.0}, 1).over({key: float("nan")})
