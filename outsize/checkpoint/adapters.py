@@ -117,9 +117,10 @@ def tokenizer_directory(directory: Path) -> Path:
 
 def adapted(said: Mapping[str, Any], config: DecoderConfig) -> DecoderConfig:
     """The config of a model with the adapter that an adapter_config.json says."""
-    from outsize.models.targets import read, targets_of
+    from outsize.models.naming import OfDecoder
+    from outsize.models.targets import read
 
-    return replace(config, adapter=read(said, partial(targets_of, config)))
+    return replace(config, adapter=read(said, OfDecoder(config)))
 
 
 def values_of(

@@ -17,13 +17,13 @@ from outsize.errors import OutsizeError
 from outsize.models.declared import Declared, declarations
 from outsize.models.names import Stored, in_files, joined
 from outsize.models.plugged import (
+    Named,
     Plugged,
     adapted,
     fits,
     plug,
     plugged_modules,
     record_of,
-    targets_of,
     unplug,
 )
 from outsize.models.targets import read
@@ -54,7 +54,7 @@ def load(model: nn.Module, directory: Path) -> None:
     for tensors that are another's, and for an adapter that no weight of the module fits; the module
     is then as it was."""
     said = read_json(directory / ADAPTER_CONFIG)
-    adapter = read(said, partial(targets_of, model))
+    adapter = read(said, Named(model))
     if not fits(adapter):
         raise OutsizeError(
             f"{directory / ADAPTER_CONFIG}: peft_type is {said.get('peft_type')!r}, which changes"

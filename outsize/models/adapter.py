@@ -7,7 +7,7 @@ no optimizer states, and its values stay in the files that they came from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -36,10 +36,13 @@ class Adapter(Protocol):
 @dataclass(frozen=True)
 class Adapted:
     """What an adapter has changed: by the names in files of Linears (behind a block's, where those
-    of all blocks are alike), what is beside them. transposed: files hold such weights (in, out)."""
+    of all blocks are alike), what is beside them. targets: by these, the adapter's that name them.
+    transposed: files hold such weights (in, out). paths: a name is whole, and may end another."""
 
     beside: Mapping[str, Beside]
+    targets: Mapping[str, str]
     transposed: bool = False
+    paths: bool = False
 
 
 @dataclass(frozen=True)
@@ -209,9 +212,18 @@ def along_input(one: Weighed, dim: int) -> Lies:
 class Naming(Protocol):
     """How a model's Linears are called in files."""
 
-    def __call__(self, said: object, key: str = "target_modules", /) -> tuple[str, ...]:
-        """The targets that peft's way of naming modules says: ends of names, or one expression for
-        whole names. OutsizeError where it names none. key: that said it."""
+    def __call__(self, said: Mapping[str, Any], /) -> tuple[str, ...]:
+        """The targets that name what an adapter_config.json names. OutsizeError where that is
+        nothing."""
+
+    def chosen(self, said: Mapping[str, Any], key: str, /) -> Sequence[str]:
+        """The own names of the Linears that the field `key` of it names, in order."""
+
+    def targets(self, names: Collection[str], /) -> tuple[str, ...]:
+        """The targets that name these and no others, by their own names."""
+
+    def called(self, name: str, /) -> str:
+        """The full name in files of one."""
 
 
 OWN = "OUTSIZE_"  # begins a peft_type that peft does not have

@@ -94,8 +94,12 @@ def attach(
     if model.config.adapter is not None:
         raise OutsizeError("model: it has an adapter already; merge that one before, or leave it")
     like, before = model.prologue.tokens.weight, set(_names(model))
-    adapter.attach(model)
-    model.config = replace(model.config, adapter=adapter)
+    without, model.config = model.config, replace(model.config, adapter=adapter)
+    try:
+        adapter.attach(model)
+    except BaseException:
+        model.config = without
+        raise
     write = writing()
 
     def fill(name: str, parameter: Tensor) -> Tensor:

@@ -62,7 +62,8 @@ class LayerFacts:
     """What may differ from layer to layer; rope names an entry of DecoderConfig.ropes. kind: of the
     mixer (outsize/models/seams.py); mixing: what else one of this kind needs to know, hashable.
     frozen: its parameters that are not trained; idle: nothing up to it is, so that no gradient
-    reaches it."""
+    reaches it. beside: where an adapter's targets name some layers alone, those of this one: (part
+    of the adapter, what it names in here)."""
 
     scale: float
     window: int | None = None
@@ -72,6 +73,7 @@ class LayerFacts:
     mixing: object = None
     frozen: frozenset[str] = frozenset()
     idle: bool = False
+    beside: tuple[tuple[int, str], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -179,13 +181,17 @@ class DecoderConfig:
     frozen: frozenset[str] = frozenset()  # parameters outside of blocks that are not trained
 
     def __post_init__(self) -> None:
-        """A layer that is an adapter's is there exactly where the adapter is."""
+        """What is an adapter's, a layer or what is said of one, is there where the adapter is."""
         own = self.layers[:-1] if self.sided else self.layers
         if self.adapter is not None:
             from outsize.models.adapter import Appends
+            from outsize.models.targets import by_layer
 
             if isinstance(self.adapter, Appends):
                 own = self.layers if self.sided else (*own, self.adapter.appended)
+            own = by_layer(self.adapter, own)
+        elif any(layer.beside is not None for layer in own):
+            own = tuple(replace(layer, beside=None, idle=False) for layer in own)
         object.__setattr__(self, "layers", own)
 
     @property

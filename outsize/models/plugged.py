@@ -9,7 +9,7 @@ whoever trains, copies or saves the whole finds like any other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ from outsize.models.adapter import Adapted, Adapter, Begins, Beside, Changes, Wr
 from outsize.models.around import Surrounds, placed
 from outsize.models.build import write_initial
 from outsize.models.declared import Unit, declarations
-from outsize.models.targets import ALL, chosen, freeze, named
+from outsize.models.naming import selected
+from outsize.models.targets import chosen, freeze
 
 _RECORD, _CONV1D = "_outsize_adapter", "Conv1D"
 
@@ -227,18 +228,29 @@ def adapted(model: nn.Module) -> Adapted:
     """What the adapter of a module changes, by the layers' paths."""
     layers = list(plugged_layers(model))
     transposed = any(Seen(layer).transposed for _, layer, _ in layers)
-    return Adapted({path: beside for path, _, beside in layers}, transposed)
+    found = {path: beside for path, _, beside in layers}
+    return Adapted(found, {path: path for path in found}, transposed, paths=True)
 
 
-def targets_of(model: nn.Module, said: object, key: str = "target_modules") -> tuple[str, ...]:
-    """The Naming of a module. OutsizeError where none of its linear layers is named."""
-    found = tuple(path for path, _ in linear_layers(model) if named(path, said))
-    if not found:
-        raise OutsizeError(
-            f"adapter_config.json: {key} is {said!r}, which names no linear layer of a"
-            f" {type(model).__name__}; expected an adapter of such a model"
-        )
-    return (ALL,) if said == ALL else found
+@dataclass(frozen=True)
+class Named:
+    """The Naming of a module: by paths."""
+
+    model: nn.Module
+
+    def __call__(self, said: Mapping[str, Any]) -> tuple[str, ...]:
+        return self.targets(self.chosen(said, "target_modules"))
+
+    def chosen(self, said: Mapping[str, Any], key: str) -> Sequence[str]:
+        names = {path: path for path, _ in linear_layers(self.model)}
+        what = f"linear layer of a {type(self.model).__name__}; expected an adapter of such a model"
+        return selected(said, key, names, what)
+
+    def targets(self, names: Collection[str]) -> tuple[str, ...]:
+        return tuple(names)
+
+    def called(self, name: str) -> str:
+        return name
 
 
 class Plugged:

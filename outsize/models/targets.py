@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from fnmatch import filter as numbered
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -13,20 +14,31 @@ import torch
 from torch import nn
 
 from outsize.errors import OutsizeError
-from outsize.models.adapter import FORMATS, Adapted, Adapter, Beside, Naming, Part, Weighed
-from outsize.models.config import DecoderConfig
+from outsize.models.adapter import (
+    FORMATS,
+    Adapted,
+    Adapter,
+    Beside,
+    Changes,
+    Naming,
+    Part,
+    Weighed,
+)
+from outsize.models.config import DecoderConfig, LayerFacts
 from outsize.models.decoder import Decoder
 from outsize.models.linear import by_codes, dense, linears
 from outsize.models.names import module_in_files, stored_module
 
 ALL = "all-linear"
-TARGETS = "all-linear; or parts of blocks: attention, mlp; or weights: q, mlp.up, mlp.*, q_proj"
-_FILE = "adapter_config.json"
+TARGETS = (
+    "all-linear; or parts of blocks: attention, mlp; or weights: q, mlp.up, mlp.*, q_proj; or those"
+    " of some blocks: blocks.3, blocks.[0-7].mlp"
+)
+FILE = "adapter_config.json"
 _SHOWN = 16  # names of layers in a message
 # What peft may say of every method that changes what is computed, and is not read here.
 _OTHERS: Mapping[str, Any] = {
-    "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "layers_to_transform": None,
-    "layers_pattern": None, "exclude_modules": None, "target_parameters": None,
+    "modules_to_save": None, "target_parameters": None,
 }  # fmt: skip
 # What changes nothing of what a trained adapter computes: where it is from, how it began and was
 # trained, what a layer's class says itself, and sizes of what is refused where it is switched on.
@@ -61,13 +73,25 @@ class OnLinears:
     def attach(self, model: nn.Module) -> None:
         attach(model, self.parts)
 
+    def to_json(self, adapted: Adapted) -> dict[str, Any]:
+        """What its adapter_config.json says, as peft reads it."""
+        raise NotImplementedError
+
 
 def attach(model: nn.Module, parts: Iterable[Part]) -> None:
     """Freeze a decoder and give its Linears what an adapter puts beside them. OutsizeError as of
     `chosen`, and for a model whose weights are multiplied otherwise."""
     assert isinstance(model, Decoder)
-    every = dict(linears(model))
-    found = list(chosen([_in_own_names(model.config, one, every) for one in parts], every, inside))
+    every, layers = dict(linears(model)), model.config.layers
+
+    def sees(part: int, target: str, name: str) -> bool:
+        if (of := _of_layers(target)) is None:
+            return _matches(inside(name), target)
+        own = layers[int(name.split(".")[1])].beside or ()
+        return (part, of[1]) in own and _matches(inside(name), of[1])
+
+    parts = [_in_own_names(model.config, one, every) for one in parts]
+    found = list(chosen(parts, every, inside, sees))
     for key, name, _ in found:
         if every[name].product not in (dense, by_codes) or every[name].beside is not None:
             own = model.config.weights
@@ -81,14 +105,50 @@ def attach(model: nn.Module, parts: Iterable[Part]) -> None:
         every[name].beside = beside
 
 
+def by_layer(adapter: Adapter, layers: tuple[LayerFacts, ...]) -> tuple[LayerFacts, ...]:
+    """Layers that say which of an adapter's targets are theirs, where some name layers: those of a
+    whole model, or of one that says so already. No gradient reaches one up to which there are none.
+    OutsizeError for a target that names no layer."""
+    parts = adapter.parts if isinstance(adapter, Changes) else ()
+    said = [(k, part.key, target) for k, part in enumerate(parts) for target in part.targets]
+    some = [(k, key, *of) for k, key, target in said if (of := _of_layers(target)) is not None]
+    if not some or all(layer.beside is not None for layer in layers):
+        return layers
+    numbers = [str(i) for i in range(len(layers))]
+    for _, key, where, _ in some:
+        if not numbered(numbers, where):
+            raise OutsizeError(
+                f"{key}: blocks.{where} names none of the {len(layers)} blocks of this model;"
+                f" expected 0 to {len(layers) - 1}"
+            )
+    own = [tuple((k, t) for k, _, p, t in some if fnmatchcase(i, p)) for i in numbers]
+    began = 0 if len(some) < len(said) else next(i for i, one in enumerate(own) if one)
+    each = enumerate(zip(layers, own, strict=True))
+    return tuple(replace(x, beside=one, idle=x.idle or i < began) for i, (x, one) in each)
+
+
+def _of_layers(target: str) -> tuple[str, str] | None:
+    """Of a target that names blocks by number: a pattern of these, and what it names there."""
+    found = re.fullmatch(r"blocks\.([^.]+)(?:\.(.+))?", target)
+    return None if found is None else (found[1], found[2] or ALL)
+
+
 def _in_own_names(config: DecoderConfig, part: Part, every: Iterable[str]) -> Part:
-    """The same, where a target is what files of the model call a Linear, as q_proj."""
-    stored = [(inside(name), module_in_files(config, f"{name}.weight")[0]) for name in every]
+    """The same, where a target is what files of the model call a Linear, as q_proj. OutsizeError
+    for what they call one of some layers alone."""
+    stored = {name: module_in_files(config, f"{name}.weight")[0] for name in every}
 
     def names(target: str) -> tuple[str, ...]:
-        if any(_matches(own, target) for own, _ in stored):
+        if _of_layers(target) or any(_matches(inside(own), target) for own in stored):
             return (target,)
-        return tuple({own: None for own, full in stored if named(full, [target])}) or (target,)
+        found = [own for own, full in stored.items() if named(full, [target])]
+        kinds = dict.fromkeys(map(inside, found))
+        if len(found) < sum(inside(own) in kinds for own in stored):
+            raise OutsizeError(
+                f"{part.key}: {target!r} is what files call weights of some blocks alone; expected"
+                f" their names here: {some(found)}"
+            )
+        return tuple(kinds) or (target,)
 
     return replace(part, targets=tuple(own for one in part.targets for own in names(one)))
 
@@ -100,22 +160,26 @@ def freeze(model: nn.Module) -> None:
 
 
 def chosen(
-    parts: Iterable[Part], every: Mapping[str, Weighed], shown: Callable[[str], str]
+    parts: Iterable[Part],
+    every: Mapping[str, Weighed],
+    shown: Callable[[str], str],
+    sees: Callable[[int, str, str], bool] = lambda _, target, name: _matches(name, target),
 ) -> Iterator[tuple[str, str, Beside]]:
     """(setting, name of a layer, what is beside it) of what an adapter changes of all linear layers
-    of a model. shown: of a name, what targets see and users are told. OutsizeError for a target
-    that names none, for a layer that is named twice, and for one that cannot be adapted."""
+    of a model. shown: of a name, what users are told; sees: whether a target of a part, by its
+    number, names a layer. OutsizeError for a target that names none, for a layer that is named
+    twice, and for one that cannot be adapted."""
     done = set[str]()
-    for part in (parts := tuple(parts)):
+    for k, part in enumerate(parts := tuple(parts)):
         if not every:
             raise OutsizeError(f"{part.key}: the model has no linear layer; expected one that has")
         for target in part.targets:
-            if not any(_matches(shown(name), target) for name in every):
+            if not any(sees(k, target, name) for name in every):
                 raise OutsizeError(
                     f"{part.key}: {target!r} names no linear layer of this model; expected {ALL},"
                     f" or some of {some(map(shown, every))}"
                 )
-        found = [n for n in every if any(_matches(shown(n), one) for one in part.targets)]
+        found = [n for n in every if any(sees(k, one, n) for one in part.targets)]
         make = part.make
         if part.together is not None and found:
             make = part.together([every[name] for name in found])
@@ -175,15 +239,18 @@ def adapted(config: DecoderConfig) -> Adapted:
     """What the adapter of a decoder changes."""
     with torch.device("meta"):
         model = Decoder(config)
-    besides = ((name, one.beside) for name, one in linears(model))
-    found = {_stored_inside(config, n): beside for n, beside in besides if beside is not None}
-    return Adapted(found, bool(found.keys() & config.names.transposed))
-
-
-def _stored_inside(config: DecoderConfig, name: str) -> str:
-    """What `inside` gives, of the name in files."""
-    layer = name.split(".")[1]
-    return stored_module(config, f"{name}.weight").removeprefix(config.names.prefix.format(i=layer))
+    every = {name: one.beside for name, one in linears(model)}
+    alone = {inside(name) for name, beside in every.items() if beside is None}
+    alone |= {of[1] for one in config.layers for of in one.beside or ()}
+    found, targets, transposed = dict[str, Beside](), dict[str, str](), False
+    for name, beside in every.items():
+        if beside is not None:
+            whole, own = stored_module(config, f"{name}.weight"), inside(name)
+            short = whole.removeprefix(config.names.prefix.format(i=name.split(".")[1]))
+            transposed |= short in config.names.transposed
+            file, target = (whole, name) if own in alone else (short, own)
+            found[file], targets[file] = beside, target
+    return Adapted(found, targets, transposed)
 
 
 class _Said(Mapping[str, Any]):
@@ -210,14 +277,14 @@ def read(fields: Mapping[str, Any], naming: Naming) -> Adapter:
     found = FORMATS.find(str(method))
     if found is None:
         raise OutsizeError(
-            f"{_FILE}: peft_type is {method!r}; expected one of"
+            f"{FILE}: peft_type is {method!r}; expected one of"
             f" {', '.join(name for name in FORMATS.names() if ' ' not in name)}"
         )
     adapter = found(said := _Said(fields), naming)
     for key in said:
         if key not in said.asked | _APART and fields[key] not in (None, False, 0, "", [], {}):
             raise OutsizeError(
-                f"{_FILE}: {key} is {fields[key]!r}, a field of {method} that is not known here and"
+                f"{FILE}: {key} is {fields[key]!r}, a field of {method} that is not known here and"
                 " may change what is computed; take it out of the file if it does not"
             )
     return adapter
@@ -229,8 +296,8 @@ def refuse_others(said: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for key, plain in {**_OTHERS, **own}.items():
         if said.get(key, plain) not in (plain, None, [], {}):
             raise OutsizeError(
-                f"{_FILE}: {key} is {said[key]!r}; expected {plain!r}: what else peft can do is not"
-                " read"
+                f"{FILE}: {key} is {said[key]!r}; expected {plain!r}: what else peft can do is not"
+                " read; let it merge that (merge_and_unload) and give the merged model"
             )
 
 
@@ -240,7 +307,7 @@ def number(said: Mapping[str, Any], key: str, kind: type = int) -> Any:
     found, kinds = said.get(key), int if kind is int else int | float
     if isinstance(found, bool) or not isinstance(found, kinds) or not 0 < found < math.inf:
         what = "whole number" if kind is int else "number"
-        raise OutsizeError(f"{_FILE}: {key} is {found!r}; expected a {what} above 0")
+        raise OutsizeError(f"{FILE}: {key} is {found!r}; expected a {what} above 0")
     return kind(found)
 
 
@@ -249,7 +316,7 @@ def flag(said: Mapping[str, Any], key: str) -> bool:
     neither true nor false."""
     found = said.get(key)
     if found is not None and not isinstance(found, bool):
-        raise OutsizeError(f"{_FILE}: {key} is {found!r}; expected true or false")
+        raise OutsizeError(f"{FILE}: {key} is {found!r}; expected true or false")
     return bool(found)
 
 
@@ -257,25 +324,8 @@ def texts(said: Mapping[str, Any], key: str) -> tuple[str, ...]:
     """A list of texts that an adapter_config.json has to say. OutsizeError else."""
     found = said.get(key)
     if not isinstance(found, list) or not found or not all(isinstance(x, str) for x in found):
-        raise OutsizeError(f"{_FILE}: {key} is {found!r}; expected a list of names")
+        raise OutsizeError(f"{FILE}: {key} is {found!r}; expected a list of names")
     return tuple(found)
-
-
-def targets_of(config: DecoderConfig, said: object, key: str = "target_modules") -> tuple[str, ...]:
-    """The Naming of a decoder, by its config."""
-    with torch.device("meta"):
-        names = [name for name, _ in linears(Decoder(config))]
-    wanted, others = set[str](), set[str]()
-    for name in names:
-        full, _ = module_in_files(config, f"{name}.weight")
-        (wanted if named(full, said) else others).add(inside(name))
-    if not wanted or wanted & others:
-        raise OutsizeError(
-            f"{_FILE}: {key} is {said!r}, which names"
-            f" {'weights of some layers alone' if wanted else 'no weight of the blocks'}; expected"
-            " weights of all layers"
-        )
-    return tuple(sorted(wanted))
 
 
 def named(full: str, said: object) -> bool:
@@ -287,6 +337,6 @@ def named(full: str, said: object) -> bool:
         return said == ALL or re.fullmatch(str(said), full) is not None
     except re.error as error:
         raise OutsizeError(
-            f"{_FILE}: {said!r} is no regular expression ({error}); expected one for whole names of"
+            f"{FILE}: {said!r} is no regular expression ({error}); expected one for whole names of"
             " modules, or a list of their ends"
         ) from None

@@ -15,6 +15,7 @@ from outsize.techniques.adapt.dora import Dora
 from outsize.techniques.adapt.ia3 import Ia3
 from outsize.techniques.adapt.loha import Loha
 from outsize.techniques.adapt.lokr import Lokr
+from outsize.techniques.adapt.lora import Lora
 from outsize.techniques.adapt.oft import Oft
 from outsize.techniques.adapt.vera import Vera
 
@@ -57,13 +58,17 @@ METHODS = {
     "oft": Method(peft.OFTConfig, {"oft_block_size": 4, "target_modules": DENSE}, Oft(4)),
 }  # fmt: skip
 
+LORA = Method(
+    peft.LoraConfig, {"r": 3, "lora_alpha": 5, "target_modules": DENSE}, Lora(3, 5.0)
+)  # tested by itself
+
 
 def theirs(
-    name: str, family: str, folder: Path, facts: dict[str, Any] | None = None
+    name: str, family: str, folder: Path, facts: dict[str, Any] | None = None, **more: Any
 ) -> peft.PeftModel:
     """A model of transformers with peft's adapter, both of random values, in float64; the model in
-    folder/base, the adapter in folder/adapter."""
-    method = METHODS[name]
+    folder/base, the adapter in folder/adapter. more: fields of the adapter."""
+    method = {**METHODS, "lora": LORA}[name]
     facts = facts or {k: v for k, v in CONFIGS[family].items() if k != "model_type"}
     config = transformers.AutoConfig.for_model(family, **facts)
     torch.manual_seed(5)
@@ -72,7 +77,8 @@ def theirs(
         torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder / "base")
     model.name_or_path = str(folder / "base")
-    made = peft.get_peft_model(model, method.theirs(task_type="CAUSAL_LM", **method.said))
+    said = {"task_type": "CAUSAL_LM", **method.said, **more}
+    made = peft.get_peft_model(model, method.theirs(**said))
     for parameter in made.parameters():
         if parameter.requires_grad:
             noise = torch.randn(parameter.shape, dtype=torch.float64) * 0.3

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from outsize.models.adapter import FORMATS, Adapted, Naming, Squares, Weighed, along_output
+from outsize.models.adapter import FORMATS, Adapted, Adapter, Naming, Squares, Weighed, along_output
 from outsize.models.declared import Declared, Initial
 from outsize.models.low_rank import LowRank, scale
 from outsize.models.targets import ALL, TARGETS, OnLinears, check_rank, stored
@@ -84,9 +84,9 @@ class Directed(nn.Module):
         return bias
 
 
-def read(found: Mapping[str, Any], naming: Naming) -> Dora:
+def read(found: Mapping[str, Any], naming: Naming) -> Adapter:
     """The adapter that an adapter_config.json says. OutsizeError for what is not read here."""
-    return Dora(*read_settings(found, naming))
+    return read_settings(found, naming, Dora)
 
 
 FORMATS.add(f"{FORMAT} {MAGNITUDES}", read)

@@ -93,10 +93,12 @@ class Scaled(nn.Module):
 
 def read(found: Mapping[str, Any], naming: Naming) -> Ia3:
     """The adapter that an adapter_config.json says. OutsizeError for what is not read here."""
-    refuse_others(found, {})
-    every, key = naming(found.get("target_modules")), "feedforward_modules"
-    inputs = naming(found[key], key) if found.get(key) else ()
-    return Ia3(tuple(one for one in every if one not in inputs), inputs)
+    refuse_others(found, {"layers_to_transform": None, "layers_pattern": None})
+    every, key = naming.chosen(found, "target_modules"), "feedforward_modules"
+    said = found.get(key)
+    taking = set(naming.chosen({key: said}, key) if said else ()).intersection(every)
+    given = [one for one in every if one not in taking]
+    return Ia3(naming.targets(given), naming.targets(taking))
 
 
 FORMATS.add(FORMAT, read)

@@ -21,18 +21,19 @@ from torch.nn import functional as F
 from outsize.models.adapter import (
     FORMATS,
     Adapted,
+    Adapter,
     Naming,
     Weighed,
     along_input,
     along_output,
 )
 from outsize.models.declared import Declared, Initial, Lies
+from outsize.models.naming import of_ranks
 from outsize.models.targets import (
     ALL,
     TARGETS,
     OnLinears,
     check_rank,
-    number,
     refuse_others,
     stored,
 )
@@ -113,11 +114,10 @@ class _Update(torch.autograd.Function):
         return gx, None, g1 @ a1.t(), b1.t() @ g1, g2 @ a2.t(), b2.t() @ g2
 
 
-def read(found: Mapping[str, Any], naming: Naming) -> Loha:
+def read(found: Mapping[str, Any], naming: Naming) -> Adapter:
     """The adapter that an adapter_config.json says. OutsizeError for what is not read here."""
     refuse_others(found, OTHERS)
-    targets = naming(found.get("target_modules"))
-    return Loha(number(found, "r"), number(found, "alpha", float), targets)
+    return of_ranks(found, naming, "alpha", Loha)
 
 
 FORMATS.add(FORMAT, read)

@@ -21,18 +21,19 @@ from torch import Tensor, nn
 from outsize.models.adapter import (
     FORMATS,
     Adapted,
+    Adapter,
     Naming,
     Weighed,
     along_input,
     along_output,
 )
 from outsize.models.declared import INSIDE, Declared, Initial
+from outsize.models.naming import of_ranks
 from outsize.models.targets import (
     ALL,
     TARGETS,
     OnLinears,
     check_rank,
-    number,
     refuse_others,
     stored,
 )
@@ -113,11 +114,10 @@ class Kronecker(nn.Module):
         return bias
 
 
-def read(found: Mapping[str, Any], naming: Naming) -> Lokr:
+def read(found: Mapping[str, Any], naming: Naming) -> Adapter:
     """The adapter that an adapter_config.json says. OutsizeError for what is not read here."""
     refuse_others(found, OTHERS)
-    targets = naming(found.get("target_modules"))
-    return Lokr(number(found, "r"), number(found, "alpha", float), targets)
+    return of_ranks(found, naming, "alpha", Lokr)
 
 
 FORMATS.add(FORMAT, read)

@@ -15,7 +15,7 @@ cut and B is whole, so that what is beside a worker's part of a product is in th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -23,17 +23,18 @@ from outsize.errors import OutsizeError
 from outsize.models.adapter import (
     FORMATS,
     Adapted,
+    Adapter,
     Naming,
     Weighed,
 )
 from outsize.models.low_rank import LowRank, scale
+from outsize.models.naming import of_ranks
 from outsize.models.targets import (
     ALL,
     TARGETS,
     OnLinears,
     check_rank,
     flag,
-    number,
     refuse_others,
     stored,
 )
@@ -94,13 +95,14 @@ def read(found: Mapping[str, Any], naming: Naming) -> Any:
     """The adapter that an adapter_config.json says. OutsizeError for what is not read here."""
     if flag(found, MAGNITUDES):
         return FORMATS.get(f"{FORMAT} {MAGNITUDES}")(found, naming)
-    return Lora(*read_settings(found, naming))
+    return read_settings(found, naming, Lora)
 
 
 def read_settings(
-    found: Mapping[str, Any], naming: Naming
-) -> tuple[int, float, tuple[str, ...], bool]:
-    """Rank, alpha, targets and whether the scale is the rank-stabilised one."""
+    found: Mapping[str, Any], naming: Naming, kind: Callable[..., OnLinears]
+) -> Adapter:
+    """The adapter of a kind that has rank, alpha, targets and whether the scale is the
+    rank-stabilised one."""
     refuse_others(found, {**OTHERS, **_NEWER})
     begun = found.get(INITIAL, True)
     if not (isinstance(begun, bool) or str(begun).lower() in _KEPT):
@@ -109,9 +111,8 @@ def read_settings(
             " which it was trained; expected an adapter of the weights as they are, as peft's"
             " save_pretrained(DIR, path_initial_model_for_weight_conversion=...) writes it"
         )
-    targets = naming(found.get("target_modules"))
     stabilised = flag(found, "use_rslora")
-    return number(found, "r"), number(found, "lora_alpha", float), targets, stabilised
+    return of_ranks(found, naming, "lora_alpha", lambda *one: kind(*one, stabilised))
 
 
 FORMATS.add(FORMAT, read)

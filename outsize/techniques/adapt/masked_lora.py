@@ -129,7 +129,7 @@ def _kept(change: Tensor, weight: Tensor, scale: float) -> Tensor:
 def read(found: Mapping[str, Any], naming: Naming) -> MaskedLora:
     """The adapter that an adapter_config.json says. OutsizeError for what is not read here."""
     refuse_others(found, {})
-    targets = naming(found.get("target_modules"))
+    targets = naming(found)
     return MaskedLora(number(found, "r"), number(found, "lora_alpha", float), targets)
 
 

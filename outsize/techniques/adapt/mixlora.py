@@ -260,9 +260,13 @@ class _Sloped(torch.autograd.Function):
 def read(found: Mapping[str, Any], naming: Naming) -> MixLora:
     """The adapter that an adapter_config.json says. OutsizeError for what is not one."""
     refuse_others(found, {})
-    naming(list(texts(found, "target_modules")))  # weights of this model, MLPs' among them
-    said = found.get("attention_modules")
-    attention = naming(list(texts(found, "attention_modules")), "attention_modules") if said else ()
+    texts(found, "target_modules")
+    naming(found)  # weights of this model, MLPs' among them
+    if found.get(key := "attention_modules"):
+        texts(found, key)
+        attention = naming.targets(naming.chosen(found, key))
+    else:
+        attention = ()
     balance = found.get("router_aux_loss_coef", 0.0)
     return MixLora(
         number(found, "num_experts"), number(found, "top_k"), number(found, "r"),

@@ -107,7 +107,7 @@ def read(found: Mapping[str, Any], naming: Naming) -> Oft:
             " or later: before, OFT had another series"
         )
     refuse_others(found, others)
-    return Oft(number(found, "oft_block_size"), naming(found.get("target_modules")))
+    return Oft(number(found, "oft_block_size"), naming(found))
 
 
 FORMATS.add(FORMAT, read)

@@ -115,7 +115,7 @@ class _Update(torch.autograd.Function):
 def read(found: Mapping[str, Any], naming: Naming) -> Sparse:
     """The adapter that an adapter_config.json says. OutsizeError for what is not read here."""
     refuse_others(found, {})
-    return Sparse(number(found, "of"), naming(found.get("target_modules")))
+    return Sparse(number(found, "of"), naming(found))
 
 
 FORMATS.add(FORMAT, read)

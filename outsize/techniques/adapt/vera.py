@@ -117,7 +117,7 @@ def read(found: Mapping[str, Any], naming: Naming) -> Vera:
     """The adapter that an adapter_config.json says. OutsizeError for what is not read here."""
     refuse_others(found, OTHERS)
     initial = number(found, "d_initial", float) if "d_initial" in found else 0.1
-    return Vera(number(found, "r"), initial, naming(found.get("target_modules")))
+    return Vera(number(found, "r"), initial, naming(found))
 
 
 FORMATS.add(FORMAT, read)

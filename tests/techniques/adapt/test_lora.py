@@ -241,7 +241,13 @@ def predicted(config, plan):
 
 
 @pytest.mark.parametrize(
-    ("adapter", "recompute"), [(Lora(2), ()), (Lora(2), ("block",)), (Serial(3), ())]
+    ("adapter", "recompute"),
+    [
+        (Lora(2), ()),
+        (Lora(2), ("block",)),
+        (Serial(3), ()),
+        (Lora(2, targets=("blocks.1.mlp", "blocks.2.q")), ()),
+    ],
 )
 def test_the_forecast_is_what_is_measured(adapter, recompute):
     config = replace(config_of("llama", num_hidden_layers=3), adapter=adapter)
