@@ -1,5 +1,5 @@
 """`python -m outsize` is `outsize`."""
 
-from outsize.cli.main import main
+from outsize.cli.entry import main
 
-main(prog_name="outsize")
+main()

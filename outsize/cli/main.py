@@ -12,6 +12,7 @@ import click
 from outsize.cli.chat import chat
 from outsize.cli.convert import convert
 from outsize.cli.data import data
+from outsize.cli.entry import INTERRUPTED, NOTHING, begun
 from outsize.cli.evaluate import evaluate
 from outsize.cli.export import export
 from outsize.cli.formats import formats
@@ -31,7 +32,6 @@ from outsize.cli.train import train
 from outsize.cli.verify import verify
 from outsize.errors import OutsizeError
 
-INTERRUPTED = 130  # what shells report for Ctrl-C
 # Imports and plans are half a million objects that stay: Python's own bounds look them through
 # hundreds of times, a tenth of what a command takes to start.
 COLLECT = (50_000, 20, 100)
@@ -39,9 +39,10 @@ COLLECT = (50_000, 20, 100)
 
 class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
-        gc.set_threshold(*COLLECT)
-        atexit.register(gc.freeze)  # or Python looks them all through again before it leaves
         try:
+            begun()
+            gc.set_threshold(*COLLECT)
+            atexit.register(gc.freeze)  # or Python looks them all through again before it leaves
             return super().invoke(ctx)
         except OutsizeError as error:
             message = str(error)
@@ -54,7 +55,7 @@ class _Group(click.Group):
                 raise
             message = f"{error.strerror}, where output or a file goes; free some space there"
         except KeyboardInterrupt:
-            click.echo("interrupted; nothing had begun that could be saved", err=True)
+            click.echo(NOTHING, err=True)
             ctx.exit(INTERRUPTED)
         click.echo(f"error: {' '.join(message.split())}", err=True)
         ctx.exit(2)

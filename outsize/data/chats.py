@@ -133,12 +133,12 @@ def _listed(where: str, record: Record, name: str) -> list[Any]:
 
 
 def _messages(where: str, record: Record, field: str) -> list[Any]:
-    return _with_system(record, _listed(where, record, field))
+    return _with_system(where, record, _listed(where, record, field))
 
 
 def _sharegpt(where: str, record: Record, field: str) -> list[Any]:
     name = _SHAREGPT if _SHAREGPT in record else field
-    return _with_system(record, _listed(where, record, name))
+    return _with_system(where, record, _listed(where, record, name))
 
 
 def _completion(where: str, record: Record, field: str) -> list[Any]:
@@ -146,7 +146,7 @@ def _completion(where: str, record: Record, field: str) -> list[Any]:
         _sided(record.get("prompt"), "user"),
         _sided(_answer(record, "completion"), "assistant"),
     ]
-    return _with_system(record, [one for side in said for one in side])
+    return _with_system(where, record, [one for side in said for one in side])
 
 
 def _sided(value: Any, role: str) -> list[Any]:
@@ -166,24 +166,28 @@ def _alpaca(where: str, record: Record, field: str) -> list[Any]:
     said = [
         {"role": r, "content": text} for both in pairs for r, text in zip(roles, both, strict=True)
     ]
-    return _with_system(record, said)
+    return _with_system(where, record, said)
 
 
 def _answer(record: Record, form: str) -> Any:
     return next((record[name] for name in _ANSWERS[form] if record.get(name) is not None), None)
 
 
-def _with_system(record: Record, messages: list[Any]) -> list[Any]:
-    """With what the record says of itself as the system's message, where there is none."""
+def _with_system(where: str, record: Record, messages: list[Any]) -> list[Any]:
+    """With what the record says as the system's message, where there is none. OutsizeError where
+    there is one that says something else."""
     system = record.get("system")
-    first = messages[0] if messages and isinstance(messages[0], dict) else {}
-    if (
-        not isinstance(system, str)
-        or not system
-        or "system" in (first.get("role"), first.get("from"))
-    ):
+    if not isinstance(system, str) or not system:
         return messages
-    return [{"role": "system", "content": system}, *messages]
+    first = _renamed(dict(messages[0])) if messages and isinstance(messages[0], dict) else {}
+    if first.get("role") != "system":
+        return [{"role": "system", "content": system}, *messages]
+    if first.get("content") != system:
+        raise OutsizeError(
+            f"{where}: the field system is {_short(system)}, and the first message is the system's"
+            f" and says {_short(first.get('content'))}; expected one of them"
+        )
+    return messages
 
 
 _RAW = {

@@ -39,6 +39,43 @@ def test_help_and_the_package_itself_come_without_pytorch() -> None:
     assert "torch" not in imported("import outsize, outsize.cli.main")
 
 
+def test_ctrl_c_before_a_command_begins_is_answered_as_in_one() -> None:
+    """While commands are imported, and while the group reads what was asked of it; a signal that is
+    ignored stays so."""
+    code = """
+import os, signal, sys
+where = sys.argv.pop()
+if where == "ignored":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "outsize.cli.keys":
+            if where != "parsing":
+                os.kill(os.getpid(), signal.SIGINT)
+            else:
+                import click
+                made = click.Context.__init__
+                def stopped(*args, **more):
+                    click.Context.__init__ = made
+                    os.kill(os.getpid(), signal.SIGINT)
+                    made(*args, **more)
+                click.Context.__init__ = stopped
+
+sys.meta_path.insert(0, Finder())
+from outsize.cli.entry import main
+sys.argv[1:] = ["new", "--help"]
+main()
+"""
+    for where in ("importing", "parsing", "ignored"):
+        done = subprocess.run([sys.executable, "-c", code, where], capture_output=True, text=True)
+        if where == "ignored":
+            assert done.returncode == 0 and "Usage:" in done.stdout
+        else:
+            assert (done.returncode, done.stdout) == (130, "")
+            assert done.stderr == "interrupted; nothing had begun that could be saved\n"
+
+
 def test_generate_imports_under_half_of_the_modules_that_it_did(directory) -> None:
     """278 of 395 (issue 11); none of planning, of training, of several workers."""
     code = f"import outsize; outsize.generate(outsize.load({str(directory)!r}), [1], 2)"

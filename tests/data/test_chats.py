@@ -28,7 +28,9 @@ SPOKEN = [{"from": f, "value": one["content"]}
 FORMS = {
     "messages": ("messages", {"messages": SAID}, SAID),
     "with a system": ("messages", {"messages": SAID, "system": "Be brief."}, [SYSTEM, *SAID]),
-    "its own system": ("messages", {"messages": [SYSTEM, *SAID], "system": "No."}, [SYSTEM, *SAID]),
+    "its own system": (
+        "messages", {"messages": [SYSTEM, *SAID], "system": "Be brief."}, [SYSTEM, *SAID]
+    ),
     "parts": (
         "messages",
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "2"},
@@ -101,6 +103,8 @@ def test_a_field_of_another_name_and_a_form_that_is_named():
         ({"conversations": []}, r"conversations is \[\]; expected a list of messages"),
         ({"instruction": "a", "output": " "}, "message 2 is the assistant's and empty"),
         ({"instruction": "a", "output": "b", "history": [["c"]]}, "expected pairs of texts"),
+        ({"conversations": [{"from": "system", "value": "No."}, *SPOKEN], "system": "Be brief."},
+         "the field system is 'Be brief.', and the first message is the system's and says 'No.'"),
         ({"prompt": 7, "completion": "b"}, "message 1 has the content 7; expected a string"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type 'image_url'"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "half a surrogate pair"),

@@ -91,6 +91,12 @@ def test_the_first_loss_is_that_of_transformers(runs, subject):
     del keys["data__chat"]  # the records say it
     printed = runs.train(**keys | {"train__batch_tokens": 128 * rows, "train__steps": 1})
     assert "chats.jsonl has chats (messages), which data.chat trains on as such" in printed
+    assert "holds out none" not in printed
+    with pytest.raises(
+        OutsizeError, match=r"validation: 0.001 holds out none of 30 documents; exp"
+    ):
+        runs.train(**keys | {"data__validation": 0.001, "output": runs.home / "refused"})
+    assert not (runs.home / "refused").exists()
     share = f"{data.targets / data.tokens:.1%} of them targets"
     assert f"data: 30 documents, {data.tokens:,} tokens ({share})" in printed
     (first,) = [one for one in read_metrics(runs.home / "run") if "loss" in one]
