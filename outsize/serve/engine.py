@@ -269,15 +269,15 @@ class Engine:
                 found = asked() or self._wake.wait_for(asked, idle)
                 self._last = time.monotonic()
             if found:
-                self._next()
+                self.step()
             elif self._scattered:  # as long as nobody waits
                 gather_huge(self._scattered.pop(0))
             else:
                 self.steps.rest()
         self.steps.end()
 
-    def _next(self) -> None:
-        """One step."""
+    def step(self) -> None:
+        """One step, on the engine's thread, or where that was not started."""
         with self._wake:
             if self._closing:
                 return

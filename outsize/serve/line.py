@@ -13,12 +13,13 @@ from outsize.decode.caches import Move
 from outsize.decode.paged import Part
 from outsize.errors import counted
 from outsize.serve.asks import Ask, Counts, Deliver, End, Full, Room
+from outsize.serve.awaited import full, until_first, until_room
 from outsize.serve.drafts import Drafter
 from outsize.serve.pages import books_of
 from outsize.serve.policies import Policy, Step, View, first_come
 from outsize.serve.price import Piece
-from outsize.serve.request import Feed, Regime, Request, Shares, foretold, load_of
-from outsize.serve.slo import Drift, Load, limits, shown, spans, wait
+from outsize.serve.request import Draws, Feed, Regime, Request, Shares, foretold
+from outsize.serve.slo import Drift, limits, shown
 from outsize.serve.waiting import Queue
 
 _KEEP = 0.9  # of what was thought of earlier requests
@@ -39,10 +40,10 @@ def _refused(counts: Counts, why: str, seconds: float) -> Full:
 class Line:
     """sharing: pages of prompts that begin alike are shared. drafter: makes one for each request,
     None: nothing is drafted. beside: tokens of texts that are looked at and nothing else. clock:
-    gives seconds. drift: how steps differ from what is foretold. queue, going, drawing: who has no
-    slot, who has one, and those of them whose prompt is through; begins: slots that were given;
-    cancelled: keys of who is not gone on with. part_drawn: of the tokens that requests may draw,
-    those that they drew.
+    gives seconds. drift, draws: how steps and draws differ from what is foretold. queue, going,
+    drawing: who has no slot, who has one, and those of them whose prompt is through; begins: slots
+    that were given; cancelled: keys of who is not gone on with. part_drawn: of the tokens that
+    requests may draw, those that they drew.
     regime: that tells texts apart whose tokens are turned otherwise.
     age: of models that weights have been since the start.
     said, slots, order: of the step that was last composed, foretold seconds, how many might go, and
@@ -61,6 +62,7 @@ class Line:
         self.pages = books_of(room, sharing)
         self._policy, self._drafter, self._regime = policy, drafter, regime
         self.clock, self.drift, self.shares = clock, Drift(), Shares()
+        self.draws = Draws(room.price.draw)
         self.said, self.slots = 0.0, room.slots
         self.part_drawn = 1.0
         self._slots = list(range(room.slots))[::-1]
@@ -108,13 +110,12 @@ class Line:
                 self.counts,
                 f"{counted(waiting, 'token', ',')} wait in the queue, which holds"
                 f" {self.room.queue:,}",
-                _until_room(self, tokens),
+                until_room(self, tokens),
             )
 
     def wait(self, tokens: int, came: float | None = None) -> float:
         """Seconds until the first token of a prompt that comes now, as foretold, from `came` on."""
-        loads = [*_loads(self), Load(tokens + self.beside, 0.0)]
-        first = self.drift.slowest * wait(self.room.price, loads, *self.limits())
+        first = until_first(self, tokens)
         return first if came is None else first + self.clock() - came
 
     def feeds(self, alike: list[Request] | None = None) -> list[Feed]:
@@ -129,8 +130,8 @@ class Line:
         found = self._composed(self._policy(view), budget, alike)
         if not self.order and going:  # who is wanted lacks what others have
             found = self._composed(first_come(_view(self, Queue(), budget)), budget, alike)
-        price = self.room.price
-        self.said = foretold(price, self._pieces) + price.moving(*self.pages.moving)
+        price, more = self.room.price, self.draws.more(one.request for one in found if one.draws)
+        self.said = foretold(price, self._pieces, more) + price.moving(*self.pages.moving)
         return found
 
     def moved(self, moves: Sequence[Move]) -> None:
@@ -180,7 +181,7 @@ class Line:
                 self.pages.extend(key, start + count)
             assert request.slot is not None
             part = Part(self.pages.of(key), start, count, ahead, request.slot)
-            request.told, request.fault, request.draft = [], "", ()
+            request.told, request.fault, request.draft, request.took = [], "", (), 0.0
             order.append(request)
             pieces.append((start, count, draws))
             found.append(Feed(request, part, request.ids[start : part.stop], 0, draws))
@@ -329,6 +330,7 @@ class Line:
         request.drawn += len(found)
         request.fed += max(0, len(found) - 1)  # of a draft what came true
         self.counts.drawn += len(found)
+        self.draws.take(request, len(found))
         self.pages.written(request.key, request.ids, request.fed)
         if request.draft and request.drafter is not None and found:
             accepted = len(found) - 1
@@ -352,10 +354,13 @@ class Line:
         if room.slo.tpot == math.inf:
             return room.budget, room.slots
         tpot = room.slo.tpot / self.drift.slowest
-        drawing = [one.fed for one in self.drawing.values()]
+        drawing, more = (
+            [one.fed for one in self.drawing.values()],
+            self.draws.more(self.drawing.values()),
+        )
         slicing = (one.fed for key, one in self.going.items() if key not in self.drawing)
         depth = max(slicing, default=0)
-        return limits(room.price, tpot, drawing, depth, room.budget, room.slots)
+        return limits(room.price, tpot, drawing, depth, room.budget, room.slots, more)
 
 
 def _of_step(line: Line, drafts: bool) -> tuple[int, int]:
@@ -364,30 +369,9 @@ def _of_step(line: Line, drafts: bool) -> tuple[int, int]:
     if drafts or line.queue or not 0 < some == len(line.going) or room.slo.tpot == math.inf:
         return line.limits()
     deepest = max(one.fed for one in line.drawing.values())
-    most = room.price.beside(room.slo.tpot / line.drift.slowest, room.slots, deepest)
+    more = line.draws.more(line.drawing.values()) / some
+    most = room.price.beside(room.slo.tpot / line.drift.slowest, room.slots, deepest, more)
     return min(some, room.budget), most
-
-
-def full(line: Line, tokens: int) -> bool:
-    """Whether so many more than wait are too many."""
-    waiting = line.beside + line.queue.tokens
-    return waiting > 0 and waiting + tokens > line.room.queue
-
-
-def _loads(line: Line) -> list[Load]:
-    return [load_of(one, line.part_drawn) for one in line.requests.values()]
-
-
-def _until_room(line: Line, tokens: int) -> float:
-    """Seconds until so many fewer wait that these may, as foretold; until nobody does, where they
-    are more than may ever wait."""
-    loads = [*_loads(line), Load(line.beside, 0.0)]
-    waiting = [one.prompt for one in loads if one.prompt and not one.begun]
-    over = min(sum(waiting) + tokens - line.room.queue, sum(waiting))
-    begin = [at for at, _ in spans(line.room.price, loads, *line.limits())][-len(waiting) :]
-    gone = itertools.accumulate(waiting)
-    enough = next(at for at, some in zip(begin, gone, strict=True) if some >= over)
-    return line.drift.slowest * enough
 
 
 def _view(line: Line, queue: Queue, budget: int) -> View:

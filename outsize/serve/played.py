@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from outsize.serve.asks import Ask, End, Full, Room, Token
-from outsize.serve.line import Line, full
+from outsize.serve.awaited import full
+from outsize.serve.line import Line
 from outsize.serve.policies import PATIENT, SLICING, Policy
 from outsize.serve.request import Feed, Request, foretold
 from outsize.serve.slo import Slo
@@ -316,7 +317,7 @@ class _Play:
         price, count = self._price, len(going)
         seen = self._seen(going, steps)
         past = price.reads(seen, seen)
-        computed = price.blocks(count) + price.head(count) + past
+        computed = price.host + price.blocks(count) + price.head(count) + past
         return np.cumsum(np.concatenate(([self._now], np.maximum(price.reading, computed))))
 
     def _seen(self, drawing: Sequence[Request], steps: int) -> np.ndarray:

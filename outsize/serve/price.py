@@ -64,12 +64,14 @@ class Curve:
 
 @dataclass(frozen=True)
 class Price:
-    """blocks: by tokens that are fed, with an empty cache; head: by tokens that are drawn. Of the
-    cached tokens before those that are fed of a request, the last `reach` at most (mean over
-    layers): visit, for each of them and each fed one; load, for each of them, once. reading: of the
-    weights that stay in files, in every step and beside what is computed. fetch, evict: of a page
-    of the cache, from below and there. launched: what the blocks of a step that feeds prompts take
-    at least, where their kernels are launched one by one."""
+    """blocks: by tokens that are fed, with an empty cache; head: by tokens that are drawn, and what
+    the host does for each. Of the cached tokens before those that are fed of a request, the last
+    `reach` at most (mean over layers): visit, for each of them and each fed one; load, for each of
+    them, once. reading: of the weights that stay in files, in every step and beside what is
+    computed. fetch, evict: of a page of the cache, from below and there. launched: what the blocks
+    of a step that feeds prompts take at least, where their kernels are launched one by one. host:
+    of what the host does for a step, whatever that feeds. draw: of drawing a likeliest token, which
+    is in `head`."""
 
     blocks: Curve = Curve()
     head: Curve = Curve()
@@ -80,6 +82,8 @@ class Price:
     fetch: float = math.inf
     evict: float = 0.0
     launched: float = 0.0
+    host: float = 0.0
+    draw: float = 0.0
 
     def past(self, start: int, count: int) -> float:
         """Seconds of what `count` tokens of a request see behind `start` ones."""
@@ -103,11 +107,11 @@ class Price:
         return self.visit * visited + self.load * loaded
 
     def step(self, tokens: int, drawn: int, past: float) -> float:
-        """Seconds of a step. past: of what its tokens see."""
+        """Seconds of a step. past: of what its tokens see, and of draws that take longer."""
         blocks = self.blocks(tokens)
         if tokens > drawn and blocks < self.launched:
             blocks = self.launched
-        return max(self.reading, blocks + self.head(drawn) + past)
+        return max(self.reading, self.host + blocks + self.head(drawn) + past)
 
     def next(self, start: int) -> float:
         """Seconds of a token behind `start` ones, alone."""
@@ -148,7 +152,7 @@ class Price:
         """The most tokens, of `least` to `most`, in a step that takes so long at most: `least` are
         drawn, with `past` of what they see, and further ones have `depth` before them."""
 
-        blocks, head = self.blocks, self.head(least + 1)
+        blocks, head = self.blocks, self.host + self.head(least + 1)
         if max(self.reading, self.launched + head + past) > seconds:
             return least
 
@@ -164,9 +168,10 @@ class Price:
         low = max(least, min(high, blocks.within(left - _ROUNDED * seconds)))
         return _last(low, high, over)
 
-    def beside(self, seconds: float, most: int, depth: int) -> int:
-        """How many requests of `depth` tokens, 1 to `most`, may draw in a step of so long."""
-        past = self.past(depth, 1)
+    def beside(self, seconds: float, most: int, depth: int, more: float = 0.0) -> int:
+        """How many requests of `depth` tokens, 1 to `most`, may draw in a step of so long. more:
+        seconds that each draw takes beyond the likeliest token's."""
+        past = self.past(depth, 1) + more
         return _last(1, most, lambda count: self.step(count, count, count * past) > seconds)
 
     @cached_property

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 import torch
 
 from outsize import accelerator
+from outsize.decode.generate import GREEDY
 from outsize.decode.paged import PagedCache, PagedPast, Part
 from outsize.decode.runs import Run, each_alone, runs_of
 from outsize.hardware.host import gather_huge
@@ -24,7 +26,7 @@ _WIDE = 256  # tokens from which on what is computed tells, not what is read: a 
 _LONG = 0.1  # seconds of one timing, beyond which no larger one follows
 _DEEP = 1024  # cached tokens that are visited, at most
 _VISITING = 8  # tokens that visit them
-_DRAWN = 8
+_DRAWN = (1, 8, 64)  # tokens whose logits are timed, as long as that takes less than _LONG
 _PAGE = 16
 _LOOKED = (1, 16)  # tokens of a step that are timed again at a later start
 _BUSY = 2.0  # times this thread's processor time, beyond which others have it
@@ -65,9 +67,25 @@ def probed(
     model: Decoder, here: Collection[int], budget: int, context: int, reading: float = 0.0
 ) -> Price:
     """here: stages whose weights are in memory; reading: seconds of the files in every step."""
-    native.ready(model.prologue.tokens.weight)
+    from outsize.serve.around import around  # which takes steps, and times these too
+
+    weight = model.prologue.tokens.weight
+    native.ready(weight)
     for spans in scattered(model):
         gather_huge(spans)  # where steps read them a sixth faster
+    found = computing(model, here, budget, context, reading)
+    with rows.alone():
+        own = around(weight.dtype, weight.device)
+    draw = drawing(model)
+    each = own.each + draw
+    head = Curve(tuple((n, seconds + n * each) for n, seconds in found.head.points))
+    return replace(found, head=head, host=own.step, draw=draw)
+
+
+def computing(
+    model: Decoder, here: Collection[int], budget: int, context: int, reading: float = 0.0
+) -> Price:
+    """As `probed`, of what the model itself takes."""
     last = len(model.blocks) + 1
     every = set(here) & set(range(1, last))
     few = timed(model, every)
@@ -88,12 +106,21 @@ def probed(
                 blocks = few
         depth = max(0, min(_DEEP, context - _VISITING))
         ones, some = (_behind(model, few, depth, count, run) for count in (1, _VISITING))
-        head = [(n, _head(model, last in here, n, fed[0][1])) for n in (1, _DRAWN)]
+        head = list[tuple[int, float]]()
+        for count in _DRAWN:
+            if not head or count * head[-1][1] < _LONG * head[-1][0]:
+                head.append((count, _head(model, last in here, count, fed[0][1])))
     reach = round(sum(windows) / max(len(windows), 1))
     seen = max(1, min(depth, reach))
     visit = max(0.0, some - ones) / (_VISITING - 1) / seen
     load = max(0.0, ones / seen - visit)
     return Price(Curve(tuple(fed)), Curve(tuple(head)), visit, load, reach, reading)
+
+
+def drawing(model: Decoder) -> float:
+    """Seconds of drawing the likeliest token from its logits."""
+    logits_V = model.prologue.tokens.weight.new_zeros(model.config.vocab, device=HOST)
+    return quickest(lambda: GREEDY(logits_V, 0), HOST)
 
 
 def scattered(model: Decoder) -> list[list[tuple[int, int]]]:
@@ -122,7 +149,7 @@ def _through(model: Decoder, blocks: Collection[int], start: int, tokens: int, r
         (block,) = run((model.blocks[stage - 1],), context)
         return lambda: block(x_TD)
 
-    spent = sum(_quickest(call(stage), device) for stage in blocks)
+    spent = sum(quickest(call(stage), device) for stage in blocks)
     return Pace(spent, sum(x.nbytes for s in blocks for x in model.blocks[s - 1].parameters()))
 
 
@@ -144,10 +171,10 @@ def _head(model: Decoder, here: bool, drawn: int, block: float) -> float:
     x_TD = weight.new_zeros(drawn, model.config.hidden)
     positions_T = torch.arange(drawn, device=weight.device)
     context: Context = model.context(positions_T, (0, drawn))
-    return _quickest(lambda: model.epilogue.logits(model.epilogue(x_TD, context)), weight.device)
+    return quickest(lambda: model.epilogue.logits(model.epilogue(x_TD, context)), weight.device)
 
 
-def _quickest(call: Callable[[], object], device: torch.device) -> float:
+def quickest(call: Callable[[], object], device: torch.device) -> float:
     """Seconds of the quickest of a few; where others have the processor meanwhile, by what this
     thread had of it: how long steps take beside them the engine sees while it serves."""
     tries = 3 if accelerator.records(device) else 2  # the second may be recorded

@@ -3,6 +3,7 @@ tensors but those that logits are drawn from."""
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from outsize.serve.price import Piece, Price
 from outsize.serve.slo import Load
 from outsize.serve.waiting import Waiting
 
+_KEEP = 0.9  # of what was thought of earlier draws
+
 Regime = Callable[[int], int]  # as of outsize/models/rope.py, by the tokens of a text
 
 
@@ -26,7 +29,8 @@ Regime = Callable[[int], int]  # as of outsize/models/rope.py, by the tokens of 
 class Request:
     """ids: the prompt and what was drawn; fed: how many of them are in pages; slot: None while it
     has none; draft: tokens that this step feeds behind them; told, fault: what its draws said;
-    first, came, last, spent: as of Waiting."""
+    took: seconds of processor time that those of this step took; more: that a draw takes, of late,
+    beyond what is foretold of the likeliest token; first, came, last, spent: as of Waiting."""
 
     key: int
     ask: Ask
@@ -44,6 +48,8 @@ class Request:
     draft: Sequence[int] = ()
     told: list[Token] = field(default_factory=list)
     fault: str = ""
+    took: float = 0.0
+    more: float | None = None
 
     @property
     def begun(self) -> bool:
@@ -85,7 +91,7 @@ class Request:
     def draw(self, logits_V: Tensor, index: int) -> int:
         """A Sampler that keeps what is told, and ends nothing but its own request. Behind a draft
         nothing is drawn where something else came before."""
-        place = index - self.drawn
+        place, begin = index - self.drawn, time.thread_time()
         if place and not self._goes_on(place):
             return 0
         try:
@@ -97,6 +103,8 @@ class Request:
         except Exception as error:  # of a grammar, a bias, a sampler: nobody else's
             self.fault = f"drawing token {index} failed: {type(error).__name__}: {error}"
             return 0
+        finally:
+            self.took += time.thread_time() - begin
         return token
 
     def _goes_on(self, place: int) -> bool:
@@ -140,13 +148,38 @@ class Shares:
         self.had[owner] = self.had.get(owner, 0.0) + tokens
 
 
-def foretold(price: Price, pieces: Iterable[Piece]) -> float:
-    """Seconds of a step of these."""
-    return price.step(*price.seen(pieces))
+@dataclass
+class Draws:
+    """How much longer draws take than foretold: by chance, of a few of the likeliest, of a grammar,
+    with penalties or log-probabilities. usual: seconds that are foretold of each; mean: more than
+    these, of late, which is said of who has not drawn yet."""
+
+    usual: float
+    mean: float = 0.0
+
+    def take(self, request: Request, drawn: int) -> None:
+        """A step drew so many tokens of a request."""
+        if drawn and (request.took or self.mean):
+            more = max(0.0, request.took / drawn - self.usual)
+            before = more if request.more is None else request.more
+            request.more = _KEEP * before + (1 - _KEEP) * more
+            self.mean = _KEEP * self.mean + (1 - _KEEP) * more
+
+    def more(self, some: Iterable[Request]) -> float:
+        """Seconds beyond what is foretold, of a draw of each."""
+        mean = self.mean
+        return sum([mean if one.more is None else one.more for one in some]) if mean else 0.0
 
 
-def load_of(request: Request, part: float) -> Load:
+def foretold(price: Price, pieces: Iterable[Piece], more: float = 0.0) -> float:
+    """Seconds of a step of these. more: that draws take beyond their price."""
+    tokens, drawn, past = price.seen(pieces)
+    return price.step(tokens, drawn, past + more)
+
+
+def load_of(request: Request, part: float, draws: Draws) -> Load:
     """part: that requests have drawn of the tokens that they might."""
     new, waiting = part * (request.ask.max_new_tokens - request.drawn), request.tokens
     prompt = waiting if waiting > 1 or not request.begun else 0
-    return Load(prompt, max(new, 1.0), request.fed, request.begun)
+    more = draws.more((request,)) if not prompt else 0.0
+    return Load(prompt, max(new, 1.0), request.fed, request.begun, more)

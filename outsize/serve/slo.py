@@ -16,7 +16,7 @@ from outsize.serve.price import Price
 _UNITS = {"ms": 1e-3, "s": 1.0}
 _KEEP = 0.9  # of what was thought of steps before
 _WIDE = 2.0  # times how far steps are from their average, beyond which few are
-_WILD = 4.0  # times what was foretold, beyond which a step says no more
+_WILD = 4.0  # times the mean, beyond which a step says no more
 _SAID = "expected ttft=500ms,tpot=50ms, or one of them; units: ms, s"
 
 
@@ -92,19 +92,21 @@ class Drift:
 
     def take(self, times: float) -> None:
         """A step took so many times what was foretold."""
-        now = min(max(times, 1 / _WILD), _WILD)
+        now = min(max(times, self.mean / _WILD), self.mean * _WILD)
         self.wide = _KEEP * self.wide + (1 - _KEEP) * abs(now - self.mean)
         self.mean = _KEEP * self.mean + (1 - _KEEP) * now
 
 
 class Load(NamedTuple):
     """Of a request that is here. prompt: tokens to be fed before it draws; new: that it is expected
-    to draw; start: tokens in pages; begun: whether it goes."""
+    to draw; start: tokens in pages; begun: whether it goes; more: seconds that a draw of it takes
+    beyond the likeliest token's."""
 
     prompt: int
     new: float
     start: int = 0
     begun: bool = False
+    more: float = 0.0
 
 
 def wait(price: Price, loads: Sequence[Load], budget: int, slots: int) -> float:
@@ -122,6 +124,7 @@ def spans(
     going = [one for one in loads if one.begun]
     drawing = [one for one in going if not one.prompt]
     some, deep = len(drawing), price.seen([(one.start, 1, True) for one in drawing])[2]
+    deep += sum(one.more for one in drawing)
     left = max(1, min(budget - some, sum(one.prompt for one in loads)))
     full = price.step(some + left, some + 1, deep + price.past(0, left))
     short = price.step(max(1, some), max(1, some), deep)
@@ -140,13 +143,20 @@ def spans(
 
 
 def limits(
-    price: Price, tpot: float, drawing: Sequence[int], depth: int, budget: int, slots: int
+    price: Price,
+    tpot: float,
+    drawing: Sequence[int],
+    depth: int,
+    budget: int,
+    slots: int,
+    more: float = 0.0,
 ) -> tuple[int, int]:
     """Tokens of a step, of `budget`, and requests at once, of `slots`, with which a step takes
     `tpot` seconds at most; one of each whatever it takes. drawing: tokens in pages of each who
-    draws; depth: the most of those whose prompt is not through."""
+    draws; depth: the most of those whose prompt is not through; more: seconds that their draws take
+    beyond the likeliest tokens'."""
     if not drawing:
         return budget, slots  # nobody waits for a next token
-    past = price.seen([(start, 1, True) for start in drawing])[2]
+    past = price.seen([(start, 1, True) for start in drawing])[2] + more
     tokens = price.most(tpot, min(len(drawing), budget), budget, past, depth)
-    return tokens, price.beside(tpot, slots, max(drawing))
+    return tokens, price.beside(tpot, slots, max(drawing), more / len(drawing))

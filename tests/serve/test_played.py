@@ -31,6 +31,7 @@ from outsize.models.build import build
 from outsize.models.coding import held
 from outsize.models.families import parse
 from outsize.serve import engine as engines
+from outsize.serve import request as requests
 from outsize.serve.advice import advice, enough
 from outsize.serve.asks import Ask, Room
 from outsize.serve.engine import Engine
@@ -97,6 +98,7 @@ def test_the_engine_makes_the_steps_that_were_foretold(
         now[0] += engine.line.said
 
     monkeypatch.setattr(engine.steps, "feed", feed)
+    monkeypatch.setattr(requests, "time", SimpleNamespace(thread_time=lambda: 0.0))
     compose = engine.line.feeds
     monkeypatch.setattr(engine.line, "feeds", lambda: made.append(seen(f := compose())) or f)
     waiting = list(some)
@@ -109,7 +111,7 @@ def test_the_engine_makes_the_steps_that_were_foretold(
                 engine.submit(Ask(tuple(ids), one.new, Sampling(), owner=one.key), lambda _: None)
                 now[0] = end
             if engine.line.requests:
-                engine._next()
+                engine.step()
             else:
                 now[0] = waiting[0].at
     engine.close()

@@ -7,12 +7,14 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from outsize.errors import OutsizeError
+from outsize.serve import request as requests
 from outsize.serve.asks import Ask, End, Full, Room, Token
 from outsize.serve.line import Line
 from outsize.serve.policies import POLICIES, View, chosen, parse_policy
@@ -386,8 +388,38 @@ def test_steps_that_take_longer_than_foretold_become_smaller() -> None:
     assert 64 > sizes[0] > sizes[1] > 1
     before = line.drift.mean
     line.ran(line.feeds(), 1e9)  # says that it was far slower, and no more than that
-    assert line.drift.mean == pytest.approx(0.9 * before + 0.1 * 4)
+    assert line.drift.mean == pytest.approx(0.9 * before + 0.1 * 4 * before)
     assert line.counts.foretold > 0
+    for _ in range(100):  # and steps that always take fifty times as long are reckoned with
+        line.ran(feeds := line.feeds(), 50 * line.said)
+    assert feeds and line.drift.mean == pytest.approx(50, rel=0.01)
+
+
+def test_draws_that_take_longer_are_reckoned_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a sampler does, its next draw is foretold by what those before took: in a step, in
+    what a step may hold, and in what who comes next would wait."""
+    now, room = [0.0], replace(ROOM, price=replace(PRICE, draw=2**-12), slo=Slo(tpot=0.05))
+    monkeypatch.setattr(requests, "time", SimpleNamespace(thread_time=lambda: now[0]))
+
+    def slow(logits_V: torch.Tensor, index: int) -> int:
+        now[0] += 2**-5
+        return 1
+
+    said, fits, waits = list[float](), list[int](), list[float]()
+    for sampler in (lambda logits_V, index: 1, slow):
+        line = line_of(room)
+        line.add(replace(ask(4, 9), sampler=sampler), lambda _: None)
+        for _ in range(2):
+            for feed in (feeds := line.feeds()):
+                feed.request.draw(torch.zeros(8), feed.request.drawn)
+            line.take(feeds)
+        line.feeds()
+        said.append(line.said)
+        fits.append(line.limits()[0])
+        waits.append(line.wait(60))
+    more = 2**-5 - 2**-12
+    assert said[1] == pytest.approx(said[0] + more) and waits[1] > waits[0] + more
+    assert fits[0] > fits[1] > 1
 
 
 def test_fair_shares_where_one_asks_far_more() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from outsize.errors import OutsizeError
 from outsize.models.build import build
 from outsize.models.families import parse
+from outsize.serve import around
 from outsize.serve import engine as engines
 from outsize.serve import probed as probing
 from outsize.serve.asks import Room
@@ -44,7 +46,7 @@ class Machine:
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     found = Machine()
     monkeypatch.setattr(keeping, "user_cache", lambda: tmp_path)
-    monkeypatch.setattr(probing, "_quickest", found.quickest)
+    monkeypatch.setattr(probing, "quickest", found.quickest)
     monkeypatch.setattr(probing, "_LONG", 10.0)  # so that all blocks are timed
     return found
 
@@ -66,6 +68,29 @@ def test_many_tokens_go_through_a_few_blocks(machine, monkeypatch) -> None:
         probing.probed(model, range(len(model.blocks) + 2), budget, 512)
         asked.append(machine.timed)
     assert len(model.blocks) > 1 and asked[1] == asked[0] + 1
+
+
+def test_what_the_host_does_is_part_of_a_step(machine, monkeypatch) -> None:
+    """As the engine takes steps of one request and of many, once for a kind of number."""
+    taken = list[int]()
+
+    def quickest(call: Callable[[], object], device: torch.device) -> float:
+        if not isinstance(engine := getattr(call, "__self__", None), Engine):
+            return 0.0
+        call()
+        taken.append(len(engine.line.going))
+        return 2.0 + 0.5 * taken[-1]
+
+    monkeypatch.setattr(probing, "quickest", quickest)
+    monkeypatch.setattr(around, "quickest", quickest)
+    around.around.cache_clear()
+    price = probing.probed(model := build(parse(MODEL), 0), range(5), 64, 128)
+    assert (price.host, price.head(1), price.head(4)) == (2.0, 0.5, 2.0)
+    assert price.step(9, 4, 1.0) == 5.0 and set(taken) == {1, 33}
+    assert price.beside(8.0, 64, 0) == 12 and price.most(8.0, 5, 64, 0.0, 0) == 64
+    probing.probed(model, range(5), 64, 128)
+    assert len(taken) == 6
+    around.around.cache_clear()
 
 
 @pytest.mark.parametrize("seconds", [0.7, 1.6])
@@ -139,7 +164,7 @@ def test_a_busy_machine_is_timed_by_what_this_thread_had(
     monkeypatch.setattr(probing, "time", clocks)
     torch.set_num_threads(threads)
     try:
-        assert probing._quickest(call, torch.device("cpu")) == seconds
+        assert probing.quickest(call, torch.device("cpu")) == seconds
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
