@@ -28,6 +28,7 @@ from serving import KEY, LIMITED, ROOM, asked, served
 
 from outsize.data.tokenizer import ends_in, open_tokenizer
 from outsize.decode.samplers import Sampling
+from outsize.errors import OutsizeError
 from outsize.kernels import native
 from outsize.models.build import build
 from outsize.models.families import parse
@@ -268,7 +269,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str | None, str]] = {
         "chat/completions",
         {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {
             "name": "x", "schema": {"$ref": "#"}}}},
-        400, None, "the answer's grammar: NoExtensionBias",
+        400, "response_format", "cannot be compiled: nothing is of it, as of a part that refers to",
     ),
     "a negative id": ("completions", {"prompt": [-1]}, 400, "prompt", "prompt.0: Input should be"),
     "half a pair": ("completions", {"prompt": "\ud800"}, 400, None, "not UTF-8"),
@@ -527,6 +528,26 @@ def test_shapes_of_a_tokenizer_of_words(tmp_path: Path) -> None:
         ids.append(sampler(torch.randn(320, generator=seeded), len(ids)))
         assert len(ids) < 500
     assert Fruit.model_validate_json(text.decode(ids))
+
+
+def test_a_schema_that_refers_to_itself_ends_where_it_can() -> None:
+    """And one that cannot go on says so, whether that is seen at its beginning or behind it."""
+    text = open_tokenizer("bytes")
+    shapes = Shapes(text, 257, [text.eos])
+    items = {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}
+    sampler, ids = Shaped(Sampling(), shapes.of(items)), list[int]()
+    likely_V = torch.zeros(257)
+    likely_V[list(b"[]")] = torch.tensor([1.0, 2.0])
+    while not ids or ids[-1] != text.eos:
+        ids.append(sampler(likely_V, len(ids)))
+    assert bytes(ids[:-1]) == b"[]"
+    with pytest.raises(OutsizeError, match=r"response_format: .* nothing is of it, as of a part"):
+        shapes.of({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"})
+    turns = {"a": {"$ref": "#/properties/b"}, "b": {"$ref": "#/properties/a"}}
+    later = shapes.of({"type": "object", "properties": turns, "required": ["a"]})
+    with pytest.raises(OutsizeError, match="the answer's grammar: nothing is of it"):
+        for index in range(99):
+            Shaped(Sampling(1.0, seed=3), later)(torch.zeros(257), index)
 
 
 def test_a_model_has_more_ids_than_the_grammar_knows() -> None:

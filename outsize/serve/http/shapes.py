@@ -23,6 +23,10 @@ from outsize.errors import OutsizeError
 from outsize.serve.calls import CallForm
 
 _LONGEST = 200  # characters of what the grammar says is wrong
+_ENDLESS = (
+    "nothing is of it, as of a part that refers to itself and to nothing else; expected another way"
+    " for it to end, as null beside the reference"
+)
 
 
 class _Bytes:
@@ -93,6 +97,8 @@ class Shapes:
 
     def _matcher(self, field: str, grammar: str) -> Any:
         matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # which finds out whether anything can begin
         if matcher.is_error():
             raise _refused(field, matcher.get_error())
         return matcher
@@ -104,4 +110,6 @@ def _refused(field: str, why: str) -> OutsizeError:
 
 def _short(why: str) -> str:
     """In one line, without the state of the parser that follows."""
+    if why.startswith("NoExtensionBias"):
+        return _ENDLESS
     return " ".join(why.partition("<state>")[0].split())[:_LONGEST]
