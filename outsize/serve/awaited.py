@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
+from outsize.serve.policies import SLICING, Slicing
 from outsize.serve.request import load_of
 from outsize.serve.slo import Load, spans, wait
 
@@ -22,7 +23,7 @@ def full(line: Line, tokens: int) -> bool:
 def until_first(line: Line, tokens: int) -> float:
     """Seconds until the first token of a prompt of so many."""
     loads = [*_loads(line), Load(tokens + line.beside, 0.0)]
-    return line.drift.slowest * wait(line.room.price, loads, *line.limits())
+    return line.drift.slowest * wait(line.room.price, loads, *_fits(line))
 
 
 def until_room(line: Line, tokens: int) -> float:
@@ -31,10 +32,17 @@ def until_room(line: Line, tokens: int) -> float:
     loads = [*_loads(line), Load(line.beside, 0.0)]
     waiting = [one.prompt for one in loads if one.prompt and not one.begun]
     over = min(sum(waiting) + tokens - line.room.queue, sum(waiting))
-    begin = [at for at, _ in spans(line.room.price, loads, *line.limits())][-len(waiting) :]
+    begin = [at for at, _ in spans(line.room.price, loads, *_fits(line))][-len(waiting) :]
     gone = itertools.accumulate(waiting)
     enough = next(at for at, some in zip(begin, gone, strict=True) if some >= over)
     return line.drift.slowest * enough
+
+
+def _fits(line: Line) -> tuple[int, int, float, bool]:
+    """Tokens of a step, requests at once, and seconds of a step as it is foretold, at most; whether
+    no step feeds two prompts."""
+    room, alone = line.room, SLICING.get(line.policy, Slicing()).alone
+    return room.budget, line.limits()[1], room.slo.tpot / line.drift.slowest, alone
 
 
 def _loads(line: Line) -> list[Load]:

@@ -60,7 +60,7 @@ class Line:
     ) -> None:
         self.room, self.counts = room, Counts()
         self.pages = books_of(room, sharing)
-        self._policy, self._drafter, self._regime = policy, drafter, regime
+        self.policy, self._drafter, self._regime = policy, drafter, regime
         self.clock, self.drift, self.shares = clock, Drift(), Shares()
         self.draws = Draws(room.price.draw)
         self.said, self.slots = 0.0, room.slots
@@ -127,7 +127,7 @@ class Line:
         self.cancelled.clear()
         budget, self.slots = _of_step(self, self._drafter is not None)
         view, going = _view(self, self.queue, budget), bool(self.going)
-        found = self._composed(self._policy(view), budget, alike)
+        found = self._composed(self.policy(view), budget, alike)
         if not self.order and going:  # who is wanted lacks what others have
             found = self._composed(first_come(_view(self, Queue(), budget)), budget, alike)
         price, more = self.room.price, self.draws.more(one.request for one in found if one.draws)

@@ -161,14 +161,12 @@ class _Play:
             if full(self._line, fate.arrival.prompt):  # and nobody asks how long he should wait
                 fate.refused = True
                 continue
-            self._now = fate.arrival.at
             ids = (-self._next,) * fate.arrival.prompt
-            ask = Ask(ids, fate.arrival.new, _drawn, owner=fate.arrival.key)
+            ask = Ask(ids, fate.arrival.new, _drawn, owner=fate.arrival.key, came=fate.arrival.at)
             try:
                 self._fates[self._line.add(ask, self._told(fate))] = fate
             except Full:
                 fate.refused = True
-        self._now = now
 
     def _told(self, fate: Fate) -> Callable[[Token | End], None]:
         gaps = self._played.gaps

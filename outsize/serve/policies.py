@@ -268,14 +268,15 @@ class Slicing(NamedTuple):
     """Of a policy that, with one prompt begun and not through, and everybody else drawing, feeds
     the next token of each and of the prompt what is left of a step. tokens: of such a step, by the
     price and the budget; overtaken: whether who waits for a slot may be fed before the prompt
-    though he came later."""
+    though he came later; alone: whether nothing of another prompt is fed in what it leaves."""
 
     tokens: Callable[[Price, int], int] = _whole
     overtaken: bool = False
+    alone: bool = False
 
 
 SLICING: Mapping[Policy, Slicing] = MappingProxyType({
-    mixed: Slicing(), decode_maximal: Slicing(), fixed: Slicing(_enough), fair: Slicing(),
+    mixed: Slicing(), decode_maximal: Slicing(alone=True), fixed: Slicing(_enough), fair: Slicing(),
     deadline: Slicing(overtaken=True),
 })  # fmt: skip
 for _name, _policy in (

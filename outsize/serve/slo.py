@@ -15,6 +15,7 @@ from outsize.serve.price import Price
 
 _UNITS = {"ms": 1e-3, "s": 1.0}
 _KEEP = 0.9  # of what was thought of steps before
+_ROUNDED = 1e-9  # of steps
 _WIDE = 2.0  # times how far steps are from their average, beyond which few are
 _WILD = 4.0  # times the mean, beyond which a step says no more
 _SAID = "expected ttft=500ms,tpot=50ms, or one of them; units: ms, s"
@@ -109,37 +110,83 @@ class Load(NamedTuple):
     more: float = 0.0
 
 
-def wait(price: Price, loads: Sequence[Load], budget: int, slots: int) -> float:
+def wait(
+    price: Price,
+    loads: Sequence[Load],
+    budget: int,
+    slots: int,
+    tpot: float = math.inf,
+    alone: bool = False,
+) -> float:
     """Foretold seconds until the last of these, who comes now, has its first token; 0 of none."""
-    return max((first for _, first in spans(price, loads, budget, slots)), default=0.0)
+    found = spans(price, loads, budget, slots, tpot, alone)
+    return max((first for _, first in found), default=0.0)
 
 
 def spans(
-    price: Price, loads: Sequence[Load], budget: int, slots: int
+    price: Price,
+    loads: Sequence[Load],
+    budget: int,
+    slots: int,
+    tpot: float = math.inf,
+    alone: bool = False,
 ) -> list[tuple[float, float]]:
     """Foretold seconds until each of those whose prompt waits begins to be fed, and until it has
-    its first token; of those that go come first. Prompts are fed one after another in whole steps,
-    in the order of their coming, and who waits for a slot has it when the first of those before it
-    ends; meanwhile steps feed nobody's prompt, and are short."""
+    its first token, at the end of a step; of those that go come first. Prompts are fed one after
+    another in whole steps of `budget` tokens at most that take `tpot` seconds at most, in the order
+    of their coming, beside the tokens of those before them; who waits for a slot has it when the
+    first of those before it ends, and meanwhile steps feed nobody's prompt, and are short.
+    alone: no step feeds two prompts."""
     going = [one for one in loads if one.begun]
     drawing = [one for one in going if not one.prompt]
-    some, deep = len(drawing), price.seen([(one.start, 1, True) for one in drawing])[2]
-    deep += sum(one.more for one in drawing)
-    left = max(1, min(budget - some, sum(one.prompt for one in loads)))
-    full = price.step(some + left, some + 1, deep + price.past(0, left))
-    short = price.step(max(1, some), max(1, some), deep)
-    ends = [one.new for one in drawing] + [0.0] * max(0, slots - len(going))
+    waiting = sorted((x for x in loads if x.prompt), key=lambda x: not x.begun)
+    steps_of = _StepsOf(price, drawing, budget, tpot, sum(one.prompt for one in waiting))
+    ends, free = [one.new for one in drawing], max(0, slots - len(going))
     heapq.heapify(ends)
     steps, now, found = 0.0, 0.0, list[tuple[float, float]]()
-    for one in sorted((x for x in loads if x.prompt), key=lambda x: not x.begun):
-        at = 0.0 if one.begun or not ends else heapq.heappop(ends)
-        if at > steps:
-            steps, now = at, now + (at - steps) * short
+    for one in waiting:
+        while ends and ends[0] <= steps:
+            heapq.heappop(ends)
+            free += 1
+        if not (one.begun or free):
+            short = steps_of.short(len(ends))
+            at = heapq.heappop(ends) if ends else steps
+            steps, now, free = at, now + (at - steps) * short, 1
+        free -= not one.begun
+        left, full = steps_of.full(len(ends))
         begins, takes = now, one.prompt / left
+        takes = math.ceil(takes) if alone else takes
         steps, now = steps + takes, now + takes * full
         heapq.heappush(ends, steps + one.new)
-        found.append((begins, now))
+        found.append((begins, now + (math.ceil(steps - _ROUNDED) - steps) * full))
     return found
+
+
+class _StepsOf:
+    """Tokens of prompts in a step beside so many who draw, and its seconds. most: tokens of prompts
+    that there are."""
+
+    def __init__(
+        self, price: Price, drawing: Sequence[Load], budget: int, tpot: float, most: int
+    ) -> None:
+        self._price, self._budget, self._tpot, self._most = price, budget, tpot, most
+        deep = price.seen([(one.start, 1, True) for one in drawing])[2]
+        deep += sum(one.more for one in drawing)
+        self._each = deep / max(len(drawing), 1)
+        self._full = dict[int, tuple[int, float]]()
+
+    def short(self, some: int) -> float:
+        return self._price.step(max(1, some), max(1, some), some * self._each)
+
+    def full(self, some: int) -> tuple[int, float]:
+        if some not in self._full:
+            price, deep, budget = self._price, some * self._each, self._budget
+            if some and self._tpot < math.inf:
+                budget = price.most(self._tpot, min(some, budget), budget, deep, 0)
+            left = max(1, min(budget - some, self._most))
+            seconds = price.step(some + left, some + 1, deep + price.past(0, left))
+            self._full[some] = left, seconds
+        return self._full[some]
 
 
 def limits(

@@ -80,6 +80,25 @@ def model() -> Model:
     return Model(build(parse({**SMALL, "model_type": "llama", "num_hidden_layers": 1}), seed=3))
 
 
+@pytest.mark.parametrize("policy", ["mixed", "decode-maximal", "deadline"])
+def test_who_is_let_in_is_in_time(policy: str) -> None:
+    """Ten times what is borne: who is refused is told when to come, and the others have their first
+    token and all further ones as is promised, while as many as may go are there."""
+    price = Price(
+        Curve(((1, 0.013), (16, 0.031), (64, 0.091), (256, 0.351))),
+        Curve(((1, 0.004), (8, 0.006), (64, 0.03))), 2e-8, 2e-6,
+    )  # fmt: skip
+    chance, at, some = random.Random(5), 0.0, list[Arrival]()
+    for _ in range(250):
+        at += chance.expovariate(30.0)
+        some.append(Arrival(at, chance.randrange(20, 300), chance.randrange(20, 60)))
+    slo = Slo(ttft=1.0, tpot=0.1)
+    played = play(Room(999, 64, 64, 256, 1 << 20, 999, price, slo), POLICIES.get(policy), some)
+    taken = [one for one in played.fates if not one.refused]
+    assert sum(one.within(slo) for one in taken) > 0.95 * len(taken) and len(taken) > 50
+    assert max(one.ttft for one in taken) > 0.8 and len(taken) < 150
+
+
 @pytest.mark.parametrize("policy", POLICIES.names())
 def test_the_engine_makes_the_steps_that_were_foretold(
     policy: str, model: Model, monkeypatch: pytest.MonkeyPatch
@@ -105,11 +124,10 @@ def test_the_engine_makes_the_steps_that_were_foretold(
     with torch.no_grad(), rows.alone():
         while waiting or engine.line.requests:
             while waiting and waiting[0].at <= now[0]:
-                one, end = waiting.pop(0), now[0]
-                now[0] = one.at
+                one = waiting.pop(0)
                 ids = torch.randint(VOCAB, (one.prompt,)).tolist()
-                engine.submit(Ask(tuple(ids), one.new, Sampling(), owner=one.key), lambda _: None)
-                now[0] = end
+                asks = Ask(tuple(ids), one.new, Sampling(), owner=one.key, came=one.at)
+                engine.submit(asks, lambda _: None)
             if engine.line.requests:
                 engine.step()
             else:

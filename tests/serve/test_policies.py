@@ -256,16 +256,17 @@ def test_what_is_promised_is_read() -> None:
 
 
 def test_a_wait_is_foretold() -> None:
-    """Prompts in whole steps one after another; behind full slots, when the first of them ends, by
-    steps that feed no prompt."""
+    """Prompts in whole steps one after another, beside those before them, to the end of a step;
+    behind full slots, when the first of them ends, by steps that feed no prompt."""
     flat = Price(Curve(((1, 0.01), (10, 0.01), (20, 0.02))))
     me = Load(20, 1.0)
     assert wait(flat, [me], 20, 4) == pytest.approx(0.02)
-    assert wait(flat, [Load(40, 5.0), me], 20, 4) == pytest.approx(0.06)
+    assert wait(flat, [Load(40, 5.0), me], 20, 4) == pytest.approx(0.08)
     going = Load(0, 30.0, 100, True)
     full = flat.step(20, 2, 0)
-    assert wait(flat, [going, me], 20, 1) == pytest.approx(30 * 0.01 + 20 / 19 * full)
-    assert wait(flat, [going, me], 20, 2) == pytest.approx(20 / 19 * full)
+    assert wait(flat, [going, me], 20, 1) == pytest.approx(30 * 0.01 + flat.step(20, 1, 0))
+    assert wait(flat, [going, me], 20, 2) == pytest.approx(2 * full)
+    assert wait(flat, [going, me], 20, 2, 0.0155) == pytest.approx(2 * flat.step(15, 2, 0))
 
 
 def step(line: Line) -> None:
@@ -299,7 +300,7 @@ def test_who_would_wait_too_long_is_refused() -> None:
     line = line_of(replace(ROOM, slo=Slo(ttft=0.3)))
     ends = list[End]()
     line.add(ask(100, 4), lambda one: ends.append(one) if isinstance(one, End) else None)
-    line.add(ask(60, 4), lambda _: None)
+    line.add(ask(20, 4), lambda _: None)
     assert line.wait(100) > 0.3
     with pytest.raises(
         Full, match=r"the first token would come in about .*, and 300ms is promised"
