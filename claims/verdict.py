@@ -6,8 +6,13 @@
                    condition, or were not measured
 `absent`           no figure shows the effect, or what must hold beside it does not
 
-Beside it stands how: `run`, `emulated links` or `simulated`, the least direct of all figures.
+Beside it stands how: `run`, `emulated links`, `emulated devices` or `simulated`, the least direct
+of all figures. Where figures were had in several ways, each way has a verdict of its own beside it.
 The result is kept as claims/results/NAME.json; docs/techniques.md is made of these.
+
+emulated links     real workers and messages, which wait as long as a link would take
+emulated devices   real workers, messages and schedules, whose passes wait as long as a device would
+                   take; no event is predicted
 """
 
 from __future__ import annotations
@@ -19,17 +24,17 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import psutil
 import torch
 
-How = Literal["run", "emulated links", "simulated"]
-HOWS: tuple[How, ...] = ("run", "emulated links", "simulated")  # the last is the least direct
+How = Literal["run", "emulated links", "emulated devices", "simulated"]
+HOWS: tuple[How, ...] = get_args(How)  # the last is the least direct
 CLAIMS = Path(__file__).parent
 RESULTS = CLAIMS / "results"
 CODES = {"reached": 0, "weaker": 3, "absent": 1}  # exit codes
@@ -96,7 +101,7 @@ def shown(value: float, unit: str) -> str:
 
 def judge(figures: tuple[Figure, ...], holds: Mapping[str, bool]) -> tuple[str, How]:
     """The verdict, and how. holds: what must be so beside the figures, by name."""
-    how = HOWS[max(HOWS.index(figure.how) for figure in figures)]
+    how = max((figure.how for figure in figures), key=HOWS.index)
     broken = [name for name, so in holds.items() if not so]
     if broken:
         return f"absent (not so: {'; '.join(broken)})", how
@@ -104,6 +109,20 @@ def judge(figures: tuple[Figure, ...], holds: Mapping[str, bool]) -> tuple[str, 
         return f"absent ({'; '.join(map(str, figures))})", how
     missed = [str(figure) for figure in figures if not figure.reached]
     return (f"weaker ({'; '.join(missed)})" if missed else "reached"), how
+
+
+def parts(figures: Sequence[Figure]) -> dict[How, tuple[str, tuple[Figure, ...]]]:
+    """By way in which figures were had, the most direct first: the verdict of them, and they.
+    `not measured` is of those that were not had at all."""
+    of = {how: tuple(figure for figure in figures if figure.how == how) for how in HOWS}
+    return {
+        how: (
+            judge(each, {})[0] if any(one.ours is not None for one in each) else "not measured",
+            each,
+        )
+        for how, each in of.items()
+        if each
+    }
 
 
 def conclude(
@@ -128,6 +147,8 @@ def conclude(
     }
     for key, line in lines.items():
         print(f"{key:<11}{line}")
+    if len(apart := parts(figures)) > 1:
+        print(f"{'apart':<11}{'; '.join(f'{by}: {each}' for by, (each, _) in apart.items())}")
     load = max(BEGAN, os.getloadavg()[0])
     if load > LOAD and any(figure.timed for figure in figures):
         print(f"kept       nothing: seconds are judged, and the load is {load:.1f}, over {LOAD}")

@@ -17,7 +17,8 @@ import re
 import sys
 import tomllib
 import typing
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ RECORDED = "2026-11-23"  # the last day of the figures that a person had written
 PLAIN = frozenset({"torchrun", "config.json"})  # spans that are no switch of ours
 CORE = frozenset({"attention", "latent attention", "sgd"})  # registered, and no technique
 Row = dict[str, Any]
+Result = dict[str, Any]  # a kept one
 Cells = tuple[str, ...]
 
 sys.path.append(str(CLAIMS))
@@ -168,7 +170,9 @@ tested, and reachable by a user. What is not here is not there.
 
 A verdict is `reached` (the paper's own figure under the paper's own condition, or the bound of the
 hardware), `weaker` (x of y: the figures that are missed, had under another condition, or not
-measured) or `absent`. Beside it stands how: `run`, `emulated links` or `simulated`.
+measured) or `absent`. Beside it stands how: `run`, `emulated links` (messages wait as long as a
+link would take), `emulated devices` (passes do) or `simulated`. A result with figures of several
+ways has a verdict for each.
 
 """
 _TAIL = """
@@ -194,8 +198,10 @@ def techniques_page(written: list[Row]) -> str:
         ("technique", "paper or source", "where", "how to switch on", "kind", "shown by")
     ]
     own += [(*_common(row), ", ".join(f"`{path}`" for path in row["proof"])) for row in others]
+    paths = sorted(verdicts.RESULTS.glob("*.json"))
+    count = reckoned(json.loads(path.read_text()) for path in paths)
     return (
-        f"{_HEAD}{_table(cells)}\n## Without a figure of a paper\n\n"
+        f"{_HEAD}{count}{_table(cells)}\n## Without a figure of a paper\n\n"
         f"What these give is held by tests; no figure is claimed of them.\n\n{_table(own)}{_TAIL}"
     )
 
@@ -230,14 +236,41 @@ def _results(row: Row) -> Iterator[str]:
         yield f"not measured since {RECORDED}: {recorded} ({', '.join(missing)} of then)"
 
 
+def _figures(result: Result) -> list[Any]:
+    """Of a kept result."""
+    return [verdicts.Figure(**figure) for figure in result["figures"]]
+
+
 def _result(name: str, path: Path) -> str:
     result = json.loads(path.read_text())
-    figures = "; ".join(str(verdicts.Figure(**figure)) for figure in result["figures"])
+    figures = _figures(result)
     verdict = result["verdict"]
     word = verdict.split(" ")[0]
     stale = "" if result["script"] == verdicts.digest(name) else "; the script changed since"
-    shown = verdict.removeprefix(f"{word} ").strip("()") if word == "absent" else figures
-    return f"**{word}**, {result['how']}, {result['date']}: {shown} (`claims/{name}.py`{stale})"
+    source = f"(`claims/{name}.py`{stale})"
+    if word == "absent":
+        why = verdict.removeprefix(f"{word} ").strip("()")
+        return f"**{word}**, {result['how']}, {result['date']}: {why} {source}"
+    shown = "; ".join(
+        f"**{of.split(' (')[0]}**, {how}, {result['date']}: {'; '.join(map(str, each))}"
+        for how, (of, each) in verdicts.parts(figures).items()
+    )
+    return f"{shown} {source}"
+
+
+def reckoned(kept: Iterable[Result]) -> str:
+    """How many results are reached, and in which ways."""
+    words, ways = Counter[str](), Counter[str]()
+    for result in kept:
+        word = result["verdict"].split(" ")[0]
+        words[word] += 1
+        if word == "reached":
+            ways[" and ".join(verdicts.parts(_figures(result)))] += 1
+    reached = "; ".join(f"{count} {way}" for way, count in sorted(ways.items())) or "0"
+    return (
+        f"Of {words.total()} results {words['reached']} are reached, by way: {reached}."
+        f" {words['weaker']} are weaker, {words['absent']} absent.\n\n"
+    )
 
 
 def pages() -> dict[Path, str]:

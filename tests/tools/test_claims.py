@@ -48,9 +48,20 @@ def test_how_is_that_of_the_least_direct_figure():
     for hows, least in (
         (("run", "run"), "run"),
         (("run", "emulated links"), "emulated links"),
+        (("emulated devices", "emulated links"), "emulated devices"),
         (("simulated", "run", "emulated links"), "simulated"),
     ):
         assert judge(tuple(Figure("x", 2, 2, how=how) for how in hows), {})[1] == least
+
+
+def test_each_way_in_which_figures_were_had_has_its_verdict(monkeypatch, tmp_path, capsys):
+    figures = Figure("x", 1.5, 2, how="simulated"), Figure("y", 3, 2), Figure("z", 2, 2)
+    assert verdict.parts(figures) == {
+        "run": ("reached", figures[1:]), "simulated": ("weaker (x 1.5x of 2x)", figures[:1])
+    }  # fmt: skip
+    assert verdict.parts([Figure("t", None, 2)])["run"][0] == "not measured"
+    assert ended(monkeypatch, tmp_path, 0.0, *figures)[0] == 3
+    assert "run: reached; simulated: weaker (x 1.5x of 2x)" in capsys.readouterr().out
 
 
 def ended(monkeypatch, folder, load, *figures):

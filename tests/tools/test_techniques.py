@@ -118,6 +118,13 @@ def test_a_row_shows_the_figures_of_the_result(results):
     page = techniques.techniques_page([ROW])
     assert "**weaker**, simulated" in page
     assert "1.25x of 1.5x (`claims/gpipe.py`)" in page
+    assert "Of 1 results 0 are reached, by way: 0. 1 are weaker, 0 absent." in page
+    ran = {**result["figures"][0], "what": "bytes", "ours": 1.5, "how": "run"}
+    both = {**result, "verdict": "reached", "figures": [{**ran, "how": "simulated"}, ran]}
+    path.write_text(json.dumps(both))
+    page = techniques.techniques_page([ROW])
+    assert f"**reached**, run, {result['date']}: bytes 1.5x of 1.5x; **reached**, simul" in page
+    assert "Of 1 results 1 are reached, by way: 1 run and simulated." in page
     path.write_text(json.dumps({**result, "script": "another"}))
     assert "`claims/gpipe.py`; the script changed since" in techniques.techniques_page([ROW])
     path.unlink()
