@@ -92,6 +92,7 @@ def main() -> None:
             SCRATCH,
             nothing=math.exp(trained.at_once - trained.plain),
             less=True,
+            other="6 layers of 64, not 1.2B parameters after 100G tokens",
         ),
         holds={
             "converted and trained on, loss within 1% of the plain model's": trained.after

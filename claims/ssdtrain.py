@@ -4,8 +4,9 @@ Wu et al., "SSDTrain: An Activation Offloading Framework to SSDs for Faster Larg
 Training", 2024: 47% less activation memory, transfers wholly under computation, tensors written
 once however often they are saved; the same work is part of the thesis "Code generation and runtime
 techniques for enabling data-efficient deep learning training on GPUs", 2024. Peaks are the
-ledger's, in real runs whose losses and weights must be equal; the time at the paper's scale is
-simulated, with its disks on an A100.
+ledger's, in real runs whose losses and weights must be equal, with as many blocks as at the paper's
+scale, since the number of blocks says what part can leave; the time at that scale is simulated,
+with its disks on an A100.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from outsize.memory.sizes import format_bytes
 from outsize.plan import Plan, Rest
 from outsize.trace.trace import Trace
 
-REAL = tiered.gpt(256, 12, 8, vocabulary=2048)
-LARGE = tiered.gpt(12288, 5, 96)
+BLOCKS = 5
+REAL = tiered.gpt(256, BLOCKS, 8, vocabulary=2048)
+LARGE = tiered.gpt(12288, BLOCKS, 96)
 ROWS, SEQUENCE = 16, 1024
 DISK = (26.0, 24.0)  # GB/s: four P5800X of 6.1 written and 6.6 read
 REACHED, CLAIMED = 0.6, 0.47

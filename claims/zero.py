@@ -3,11 +3,11 @@
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2019
 (sections 3, 5 and 7, figure 1, table 1). By placement alone, to the byte: what 7.5G parameters hold
 on one of 64 workers at 2 + 2 + 12 bytes each, and the largest model in 32 GB. By real workers: the
-bytes that each holds and has from others in a step, and that all stages train the same weights.
-Foretold: the paper's model of 100G parameters on 400 V100, 38 TFLOP/s on each, as 25 times 16 of a
-DGX-2 that share each layer, states of stage 2, activations divided too. A V100 reaches 70 TFLOP/s
-in products, as the same authors measured it (ZeRO-Infinity, 2021); a machine has 100 GB/s to
-others.
+bytes that each holds and has from others in a step, beside the paper's formulas, and that all
+stages train the same weights. Foretold: the paper's model of 100G parameters on 400 V100, 38
+TFLOP/s on each, as 25 times 16 of a DGX-2 that share each layer, states of stage 2, activations
+divided too. A V100 reaches 70 TFLOP/s in products, as the same authors measured it (ZeRO-Infinity,
+2021); a machine has 100 GB/s to others.
 """
 
 from __future__ import annotations
@@ -86,9 +86,10 @@ def arithmetic() -> bool:
     return good
 
 
-def real() -> tuple[bool, list[float]]:
-    """Bytes held and had of real workers against the formulas; float64 weights against stage 0."""
-    good, sent = True, []
+def real() -> tuple[bool, list[float], list[float]]:
+    """Bytes had by real workers over the parameters' and held over the formula's, by stage; whether
+    float64 weights are those of stage 0."""
+    good, sent, of = True, [], []
     numel = sharded.numel(sharded.SMALL)
     plans = [
         sharded.plan_of(
@@ -101,7 +102,7 @@ def real() -> tuple[bool, list[float]]:
     for stage in range(4):
         every, exact = found[2 * stage : 2 * stage + 2]
         holds = sum(ran.held for ran in every)
-        good &= holds == REAL * formula(stage, numel, REAL)
+        of.append(holds / (REAL * formula(stage, numel, REAL)))
         had = sum(ran.bytes for ran in every) / REAL
         whole = 2 * numel * (REAL - 1) / REAL
         most = 3 if stage == 3 else 2
@@ -110,11 +111,11 @@ def real() -> tuple[bool, list[float]]:
         good &= apart < 1e-10
         sent.append(had / whole)
         print(
-            f"  stage {stage}, {REAL} real workers: {holds:,} bytes held in all, as the formula:"
-            f" {holds == REAL * formula(stage, numel, REAL)}; messages {had / whole:.3f} times the"
-            f" parameters; float64 weights differ from stage 0's by {apart:.0e}"
+            f"  stage {stage}, {REAL} real workers: {holds:,} bytes held in all, {of[-1]:.3f} of"
+            f" the formula's; messages {had / whole:.3f} times the parameters; float64"
+            f" weights differ from stage 0's by {apart:.0e}"
         )
-    return good, sent
+    return good, sent, of
 
 
 def foretold() -> tuple[float, bool]:
@@ -144,7 +145,7 @@ def foretold() -> tuple[float, bool]:
 def main() -> None:
     told = arithmetic()
     speed, fits = foretold()
-    good, sent = real()
+    good, sent, of = real()
     each = ", ".join(f"{one:.2f}" for one in sent)
     conclude(
         'Rajbhandari et al., "ZeRO", 2019',
@@ -158,6 +159,13 @@ def main() -> None:
         f" their backward passes, so it sends less than 3; simulated: 125 layers of hidden 8192,"
         f" {ROWS} rows of 1,024 a machine, {REACHED:.0%} of peak in products",
         Figure(
+            "bytes of states of real workers over the formula's, the most of stages 0 to 3",
+            max(of),
+            1.0,
+            nothing=math.inf,
+            less=True,
+        ),
+        Figure(
             "messages of stages 0 to 2 over the parameters",
             round(max(sent[:3]), 2),
             2.0,
@@ -170,7 +178,8 @@ def main() -> None:
         Figure("TFLOP/s of each of 400 V100", speed, SPEED, "", nothing=0.0, how="simulated"),
         holds={
             "bytes of states as the paper's, to the byte": told,
-            "what real workers hold, and one set of weights": good,
+            "one set of weights, messages as many as stages have": good,
+            "no stage holds less than the formula has": min(of) == 1.0,
             "100G parameters fit 400 V100": fits,
         },
     )

@@ -232,8 +232,11 @@ def _results(row: Row) -> Iterator[str]:
     kept = {name: verdicts.RESULTS / f"{name}.json" for name in row["claims"]}
     yield from (_result(name, path) for name, path in kept.items() if path.is_file())
     if missing := [f"`claims/{name}.py`" for name, path in kept.items() if not path.is_file()]:
-        recorded = row.get("recorded", "nothing was recorded")
-        yield f"not measured since {RECORDED}: {recorded} ({', '.join(missing)} of then)"
+        scripts = ", ".join(missing)
+        if "recorded" in row:
+            yield f"not measured since {RECORDED}: {row['recorded']} ({scripts} of then)"
+        else:
+            yield f"not measured yet ({scripts})"
 
 
 def _figures(result: Result) -> list[Any]:

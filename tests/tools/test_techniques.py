@@ -130,6 +130,7 @@ def test_a_row_shows_the_figures_of_the_result(results):
     path.unlink()
     said = techniques.techniques_page([{**ROW, "recorded": "twice as fast"}])
     assert "not measured since 2026-11-23: twice as fast (`claims/gpipe.py` of then)" in said
+    assert "not measured yet (`claims/gpipe.py`)" in techniques.techniques_page([ROW])
 
 
 def test_what_is_refused_together_is_listed_with_the_products_own_reason():
