@@ -66,12 +66,21 @@ STAGES = {
     "block": per_segment(5, ("block",)),
     "parts": per_segment(5, ("mlp", "attention")),
     "mixed": MIXED,
-    "two stages": (Stage(0, 2), Stage(2, 5)),
 }
+# Two blocks, which differ where those of a family do.
+FEW = {
+    "none": per_segment(4),
+    "two stages": (Stage(0, 1), Stage(1, 4)),
+    "block": per_segment(4, ("block",)),
+    "parts": (
+        Stage(0, 1), Stage(1, 2, ("mlp", "attention")), Stage(2, 3, ("attention",)), Stage(3, 4),
+    ),
+    "mixed": (Stage(0, 1), Stage(1, 3, ("block",)), Stage(3, 4)),
+}  # fmt: skip
 
 
 # Two workers of a pipeline: plain, with several stages each, a V with gradients of weights apart,
-# both ways. The 5 segments lie in at least the 4 stages that these have.
+# both ways. Their segments lie in at least the 4 stages that these have.
 PIPED = FACTORS | {
     "family": ("llama", *FACTORS["family"][1:]),
     "recompute": ("none", "block", "parts", "mixed"),
@@ -189,8 +198,9 @@ ROWS = covering(FACTORS, tuple(KEPT.split()))
 PIPED_ROWS = covering(PIPED, tuple(KEPT_PIPED.split()))
 
 
-def case(row: dict):
-    mesh = row["mesh"]
+def case(row: dict, stages=FEW):
+    mesh, layers = row["mesh"], "n_layer" if row["family"] == "gpt2" else "num_hidden_layers"
+    stages = stages[row["recompute"]]
 
     def noise(batch, step):
         return replace(batch, noise=Noise(row["dropout"], 5, step)) if row["dropout"] else batch
@@ -204,7 +214,8 @@ def case(row: dict):
         resume_at=row["resume_at"], noise=noise, options=row["options"],
         frozen=FROZEN[row["frozen"]],
         rows=2 * mesh.data + 1, microbatch_rows=2, mesh=mesh,
-        shards=shards(row["shards"], mesh.data), stages=STAGES[row["recompute"]],
+        shards=shards(row["shards"], mesh.data), segments=stages[-1].last, stages=stages,
+        changes={layers: stages[-1].last - 2},
         approximate=(optimizer.approximate,) if optimizer.approximate else (), **plan,
     )  # fmt: skip
 
@@ -212,11 +223,12 @@ def case(row: dict):
 def pipeline_case(row: dict):
     """The same on a pipeline, of five microbatches on two workers, of two or three elsewhere; tiers
     in memory."""
-    made = case(row)
+    looped, even = row["schedule"] in LOOPED, row["cuts"] == "even"
+    made = case(row, STAGES if looped and not (even and row["recompute"] != "mixed") else FEW)
     plan, mesh = made.plan, row["mesh"]
     places = mesh.data * mesh["expert"]  # that rows are spread over
-    count = 4 if row["schedule"] in LOOPED else 2
-    cuts = () if row["cuts"] == "even" else (*range(1, count - 1), len(plan.stages) - 1)
+    count = 4 if looped else 2
+    cuts = () if even else (*range(1, count - 1), len(plan.stages) - 1)
     plan = replace(
         plan, rows=(4 if mesh.size == 2 else 2) * places + 1, microbatch_rows=1,
         pipeline=Pipelined(row["schedule"], cuts, vocabulary=row["vocabulary"]),
