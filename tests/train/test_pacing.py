@@ -40,8 +40,7 @@ def threads():
 
 
 @pytest.fixture
-def setup(runs, monkeypatch) -> Setup:
-    monkeypatch.setattr(timing, "PACING_SECONDS", 0.8)  # as the product has it
+def setup(runs) -> Setup:
     return set_up(resolve(None, runs.sets(mesh="pipeline=2", threads=1)))
 
 
@@ -69,6 +68,7 @@ def test_a_step_is_predicted_by_the_paces_that_were_measured(setup, monkeypatch)
         return known[-1]
 
     clock = Clock(monkeypatch)
+    monkeypatch.setattr(timing, "PACING_SECONDS", 0.8)  # as the product has it
     monkeypatch.setattr(timing, "durations", alike)
     monkeypatch.setattr(timing, "work", lambda *words: lambda: clock.works_in_turn(0.005))
     found = together(setup)

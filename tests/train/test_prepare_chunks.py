@@ -150,7 +150,8 @@ def test_a_plain_loop_s_numbers(name):
     which, loss, padded, options = CASES[name]
     torch.manual_seed(1)
     model = MODELS[which]().double().train()
-    job = check(model, loss, [sample(seed, padded) for seed in range(2)], **options)
+    steps = 2 if name in ("llama", "capped") else 1
+    job = check(model, loss, [sample(seed, padded) for seed in range(steps)], **options)
     assert job.plan.sequence_chunk == options.get("sequence_chunk", 0)
 
 

@@ -44,6 +44,21 @@ def test_a_run_from_start_to_end(runs) -> None:
     assert "<html" in (run / "timeline.html").read_text()
     assert json.loads((run / "trace.json").read_text())["traceEvents"]
     assert [p.name for p in sorted(run.glob("step-*"))] == ["step-00000006", "step-00000008"]
+    assert {(1, "loss"), (8, "loss"), (8, "validation_bits_per_byte")} <= told_tensorboard(run)
+
+
+def told_tensorboard(run: Path) -> set[tuple[int, str]]:
+    """Step and name of every number."""
+    from tensorboardX.proto import event_pb2
+
+    (path,) = run.glob("events.out.tfevents.*")
+    data, tags = path.read_bytes(), set()
+    while data:  # length (8), its checksum (4), event, its checksum (4)
+        size = int.from_bytes(data[:8], "little")
+        event = event_pb2.Event.FromString(data[12 : 12 + size])
+        tags |= {(event.step, value.tag) for value in event.summary.value}
+        data = data[16 + size :]
+    return tags
 
 
 @pytest.mark.parametrize(
@@ -73,28 +88,6 @@ def test_the_checkpoint_is_a_hugging_face_directory(runs, precision, approximate
     with torch.no_grad():
         ours = hub.load(last, torch.float32)(torch.tensor([ids]))
         assert torch.allclose(ours, theirs.float()(torch.tensor([ids])).logits, atol=1e-5)
-
-
-def test_events_are_written_for_tensorboard(runs) -> None:
-    from tensorboardX.proto import event_pb2
-
-    runs.train(train__steps=3)
-    (path,) = (runs.home / "run").glob("events.out.tfevents.*")
-    data, tags = path.read_bytes(), set()
-    while data:  # length (8), its checksum (4), event, its checksum (4)
-        size = int.from_bytes(data[:8], "little")
-        event = event_pb2.Event.FromString(data[12 : 12 + size])
-        tags |= {(event.step, value.tag) for value in event.summary.value}
-        data = data[16 + size :]
-    assert {(1, "loss"), (3, "loss"), (3, "validation_bits_per_byte")} <= tags
-
-
-def test_a_second_start_in_the_same_directory_is_refused(runs, monkeypatch) -> None:
-    """Before its data are read."""
-    runs.train(train__steps=2)
-    monkeypatch.setattr("outsize.train.run.ready_of", lambda *_: pytest.fail("it reads its data"))
-    with pytest.raises(OutsizeError, match=r"holds a run already \(step 2\).*--resume"):
-        runs.train(train__steps=2)
 
 
 def test_a_run_of_epochs_reads_every_row_so_often(runs) -> None:
@@ -190,26 +183,13 @@ def test_going_on_from_a_checkpoint_is_bitwise(runs, keys, monkeypatch) -> None:
         assert one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
 
 
-def test_a_run_that_died_before_its_first_checkpoint_begins_anew(runs, monkeypatch) -> None:
-    runs.train()
-    cut = runs.home / "cut"
-
-    def dying(loop, batch, show):
-        raise DeathError
-
-    with monkeypatch.context() as patch, pytest.raises(DeathError):
-        patch.setattr(Loop, "_step", dying)
-        runs.train(output=cut)
-    runs.resume(cut)
-    assert_same_run(runs.home / "run", cut)
-
-
 @pytest.mark.slow
 def test_a_stopped_process_goes_on_bitwise(runs) -> None:
+    """SIGINT, with workers: tests/cli/test_workers.py."""
     steps = {"train__steps": 14, "train__save_every": 7, "train__evaluate_every": 0}
     whole = runs.home / "whole"
     runs.train(**steps, output=whole)
-    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)):
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGKILL, -9)):
         cut = runs.home / f"cut by {number:d}"
         words = [w for s in runs.sets(**steps, output=cut) for w in ("--set", s)]
         process = runs.command("train", *words, hold=11)
@@ -233,8 +213,15 @@ def test_another_run_of_the_same_directory_is_refused_meanwhile(runs) -> None:
         runs.train()
 
 
-def test_going_on_with_other_numbers_is_refused(runs) -> None:
+def test_going_on_with_other_numbers_or_data_is_refused(runs, monkeypatch) -> None:
+    """Beside a second start in the same directory, before its data are read; other data are taken
+    where they are said, other threads are said."""
     runs.train(train__steps=2)
+    run, text = runs.home / "run", runs.home / "text" / "0.txt"
+    with monkeypatch.context() as patch:
+        patch.setattr("outsize.train.run.ready_of", lambda *_: pytest.fail("it reads its data"))
+        with pytest.raises(OutsizeError, match=r"holds a run already \(step 2\).*--resume"):
+            runs.train(train__steps=2)
     for change, complaint in (
         ("model.name=small", "model.name is 'small'"),
         ("train.sequence=32", "train.sequence is 32"),
@@ -244,7 +231,28 @@ def test_going_on_with_other_numbers_is_refused(runs) -> None:
         ("adapt.dora.rank=16", "adapt.dora.rank is 16 .* was started without adapt.dora"),
     ):
         with pytest.raises(OutsizeError, match=complaint):
-            runs.resume(runs.home / "run", "train.steps=4", change)
+            runs.resume(run, "train.steps=4", change)
+    for path, old, new, complaint in (
+        (run / "run.yaml", "seed: 0", "seed: 1", r"train.seed is 1, but the checkpoint .* with 0"),
+        (text, "os", "so", "bring back the data"),
+    ):
+        kept = path.read_text()
+        path.write_text(kept.replace(old, new).replace("steps: 2", "steps: 4"))
+        with pytest.raises(OutsizeError, match=complaint):
+            runs.resume(run, *(() if path != text else ("train.steps=4",)))
+        path.write_text(kept)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # two would wait and spin
+    assert "threads: 2, where the run had 1" in runs.resume(run, "train.steps=3", "threads=2")
+    (other := runs.home / "other").mkdir()
+    (other / "0.txt").write_text("something else\n" * 500)
+    printed = runs.resume(run, "train.steps=4", f"data.path={other}")
+    assert "from here on data.path is" in printed and "going on from step 3 of 4" in printed
+    (other / "0.txt").write_text("changed in silence\n" * 500)
+    with pytest.raises(OutsizeError, match="bring back the data"):
+        runs.resume(run, "train.steps=6")
+
+
+def test_what_a_run_had_by_key() -> None:
     beside = {"adapt.lora.rank": 16, "optimizer.name": "sgd"}
     assert had_of(beside, "adapt.lora") is True and had_of(beside, "adapt.lora.rank") == 16
     assert had_of(beside, "adapt.dora") is False and had_of(beside, "sgd.momentum") == 0.9
@@ -266,33 +274,6 @@ def test_a_run_goes_on_with_another_rate_and_batch_and_says_so(runs) -> None:
     again = runs.resume(cut)
     assert "going on from step 6 of 8" in again and "from here on" not in again
     assert files_of(cut) == files_of(run)
-
-
-def test_a_run_goes_on_with_other_data_where_it_says_so(runs) -> None:
-    runs.train(train__steps=2)
-    other = runs.home / "other"
-    other.mkdir()
-    (other / "0.txt").write_text("something else\n" * 500)
-    printed = runs.resume(runs.home / "run", "train.steps=4", f"data.path={other}")
-    assert "from here on data.path is" in printed and "going on from step 2 of 4" in printed
-    with pytest.raises(OutsizeError, match="bring back the data"):
-        (other / "0.txt").write_text("changed in silence\n" * 500)
-        runs.resume(runs.home / "run", "train.steps=6")
-
-
-def test_an_edited_run_file_is_refused(runs) -> None:
-    runs.train(train__steps=2)
-    path = runs.home / "run" / "run.yaml"
-    path.write_text(path.read_text().replace("seed: 0", "seed: 1").replace("steps: 2", "steps: 4"))
-    with pytest.raises(OutsizeError, match=r"train.seed is 1, but the checkpoint .* with 0"):
-        runs.resume(runs.home / "run")
-
-
-def test_other_data_is_refused(runs) -> None:
-    runs.train(train__steps=2)
-    (runs.home / "text" / "0.txt").write_text("other\n" * 500)
-    with pytest.raises(OutsizeError, match="bring back the data"):
-        runs.resume(runs.home / "run", "train.steps=4")
 
 
 def test_a_checkpoint_of_another_model_is_refused(runs) -> None:
@@ -320,14 +301,6 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_taken_when_asked(run
     assert "passed over:" in printed and "going on from step 3 of 8" in printed
 
 
-def test_other_threads_are_said(runs, monkeypatch) -> None:
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # two would wait and spin
-    runs.train(train__steps=2)
-    assert "threads: 2, where the run had 1" in runs.resume(
-        runs.home / "run", "train.steps=3", "threads=2"
-    )
-
-
 def test_a_budget_that_is_exceeded_leaves_the_checkpoint(runs, monkeypatch) -> None:
     step = Loop._step
 
@@ -341,9 +314,7 @@ def test_a_budget_that_is_exceeded_leaves_the_checkpoint(runs, monkeypatch) -> N
         with pytest.raises(OutsizeError, match=r"missing; step 3 is saved: outsize") as error:
             runs.train(memory="1GiB")
     assert isinstance(error.value.__cause__, OverBudget)
-    runs.train(memory="1GiB", output=runs.home / "whole")
-    runs.resume(runs.home / "run")
-    assert_same_run(runs.home / "whole", runs.home / "run")
+    assert "going on from step 3 of 8" in runs.resume(runs.home / "run")
 
 
 def test_too_small_a_budget_is_refused_before_anything_is_made(runs) -> None:
@@ -368,10 +339,11 @@ def test_stored_weights_are_trained_on(runs) -> None:
 
 
 def test_a_run_whose_steps_are_gone_is_not_begun_anew(runs) -> None:
-    """With and without the pointer to them; a run that had saved nothing yet begins anew, and says
-    so."""
+    """With and without the pointer to them; a run that had saved nothing yet begins anew, says so,
+    and gives the same."""
     run = runs.home / "run"
     runs.train()
+    shutil.copytree(run, runs.home / "whole")
     for step in run.glob("step-*"):
         shutil.rmtree(step)
     kept = (run / "metrics.jsonl").read_text()
@@ -384,18 +356,19 @@ def test_a_run_whose_steps_are_gone_is_not_begun_anew(runs) -> None:
     lines = kept.splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:2]))  # killed before step 3 was saved
     assert "no step of the run in" in runs.resume(run)
+    assert_same_run(runs.home / "whole", run)
 
 
-@pytest.mark.parametrize("said", [None, 3])
-def test_a_derived_warm_up_goes_with_the_steps(runs, said) -> None:
+@pytest.mark.parametrize(("said", "steps"), [(None, 20), (3, 4)])
+def test_a_derived_warm_up_goes_with_the_steps(runs, said, steps) -> None:
     """Of a run that goes on with more of them; what somebody said stays."""
     own = {"train__evaluate_every": 0, "train__sequence": 16, "train__batch_tokens": 16}
     own |= {} if said is None else {"learning_rate__warmup": said}
-    runs.train(train__steps=20, train__save_every=0, **own)
+    runs.train(train__steps=steps, train__save_every=0, **own)
     run = runs.home / "run"
     assert warmup_of_run(run) == (1 if said is None else said)
-    printed = runs.resume(run, "train.steps=40", "train.save_every=0")
-    assert "going on from step 20 of 40" in printed
+    printed = runs.resume(run, f"train.steps={2 * steps}", "train.save_every=0")
+    assert f"going on from step {steps} of {2 * steps}" in printed
     assert warmup_of_run(run) == (2 if said is None else said)
 
 
