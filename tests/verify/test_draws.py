@@ -1,4 +1,4 @@
-"""Nine random models under random plans hold; more of them: outsize verify --random 300."""
+"""Six random models under random plans hold; more of them: outsize verify --random 300."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ WORKERS = 8
 ODD = ("model", "workers", "optimizer", "schedule")
 
 
-# Of the first fourteen those that take a second or two and have, together, other features each.
+# Of the first fourteen those that take a second or two and have, together, other features each
+# than rows of the matrix; one of them below float64.
 @pytest.mark.parametrize(
-    ("workers", "seeds"), [(4, (2, 3, 5, 7, 8, 9, 11, 12)), (WORKERS, (13,))], ids=["few", "many"]
+    ("workers", "seeds", "precision"),
+    [(4, (2, 3, 5, 8, 12), None), (WORKERS, (13,), "float64")],
+    ids=["few", "many"],
 )
-def test_draws_hold(workers, seeds):
-    found = list(outcomes(seeds, workers))
+def test_draws_hold(workers, seeds, precision):
+    found = list(outcomes(seeds, workers, precision=precision))
     assert not [f"{one.fault}\n{one.drawn}" for one in found if not one.holds]
     total = summary(found)
     assert total.held == len(seeds) and 0 < total.worst <= 1e-10
@@ -61,8 +64,8 @@ def test_ctrl_c_ends_as_it_does_elsewhere(monkeypatch, interruptible):
     assert at_work and not [thread for thread in at_work if thread.is_alive()]
 
 
-def first_of(seed: int) -> Drawn:
-    return next(one for one in draws(seed, WORKERS) if isinstance(one, Drawn))
+def first_of(seed: int, precision: str | None = None) -> Drawn:
+    return next(one for one in draws(seed, WORKERS, precision) if isinstance(one, Drawn))
 
 
 def test_a_seed_is_one_draw():
@@ -75,8 +78,10 @@ def test_a_seed_is_one_draw():
 
 
 def test_everything_is_drawn():
-    """Of a few hundred draws, each feature comes up, alone and on many workers."""
-    seen = Counter(name for seed in range(300) for name in features(first_of(seed)))
+    """Of a few hundred draws, each feature comes up, alone and on many workers; precisions, which
+    are drawn apart, of the first hundred."""
+    drawn = (first_of(seed, None if seed < 100 else "float64") for seed in range(300))
+    seen = Counter(name for one in drawn for name in features(one))
     names = {name for name in seen if not name.startswith(ODD)}
     assert names == {
         "precision float64", "precision float32", "precision bfloat16",
@@ -178,4 +183,4 @@ def test_a_difference_is_excused_by_the_plain_run_alone(monkeypatch):
 
 def test_a_plain_run_moves_by_little_more_than_its_first_values():
     """...where it is well conditioned, as these draws are."""
-    assert all(0 < own_rounding(first_of(seed).case) < 1e-11 for seed in (2, 5, 11))
+    assert all(0 < own_rounding(first_of(seed).case) < 1e-11 for seed in (5, 11))

@@ -39,7 +39,7 @@ output: run
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch):
+def home(tmp_path, monkeypatch, timed_once):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").mkdir()
     for i in range(10):
@@ -168,7 +168,7 @@ def remainder(monkeypatch):
 def test_a_fault_of_training_is_seen_where_it_begins(home, monkeypatch, fault, step, what):
     with monkeypatch.context() as planted:
         fault(planted)
-        directory = trained(home)
+        directory = trained(home, f"train.steps={max(2, step)}", "train.save_every=0")
     found = replay(directory, None, None)
     assert found.difference is not None
     assert (found.difference.step, found.difference.what) == (step, what), found.difference
