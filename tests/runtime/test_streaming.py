@@ -1,8 +1,9 @@
 """Streamed steps equal resident ones bit for bit: losses, norms, evaluations, weights, states.
 
-Three steps each, an evaluation after the first and the last: one step follows an evaluation, one a
-step. Tiny chunks are cut into many parts and tiny activations spilled (streamed.small), so that
-every way of moving bytes is taken.
+An evaluation after the first step and the last of three: one step follows an evaluation, one a
+step; of two, where other modules, optimizers and sizes are told apart. Tiny chunks are cut into
+many parts and tiny activations spilled (streamed.small), so that every way of moving bytes is
+taken.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import test_prepare as modules
 from outsize.runtime.recipe import Here, Recipe
 
 DATA = data_of()
-RUN = DATA[:3]
+RUN, SHORT = DATA[:3], DATA[:2]
 BELOW = {"parameters": "disk", "gradients": "disk", "optimizer": "disk"}
 HOST = {"gradients": "host", "optimizer": "host"}
 
@@ -92,14 +93,15 @@ def twins():
     return {}
 
 
-def twin(twins, key, make):
+def twin(twins, key, make, data=RUN):
+    key = key, len(data)
     if key not in twins:
-        twins[key] = trained(make(), RUN, ROWS)
+        twins[key] = trained(make(), data, ROWS)
     return twins[key]
 
 
-def check(job: Job, expected) -> None:
-    assert expected.differences(trained(job, RUN, ROWS)) == []
+def check(job: Job, expected, data=RUN) -> None:
+    assert expected.differences(trained(job, data, ROWS)) == []
 
 
 # Every run with all states below, in turns on one tier and on both; each state alone, and all on
@@ -144,13 +146,13 @@ def test_every_way_of_passing_through_the_pool(branch, twins):
 )
 def test_pools_larger_than_the_least(share, policy, twins):
     plan = plan_of()
-    expected = twin(twins, "microbatches", lambda: job_of(plan))
+    expected = twin(twins, "microbatches", lambda: job_of(plan), SHORT)
     with memory() as stores, memory() as others:
         least = job_of(replace(resting(plan, **BELOW), stream=parts()), others).placement.pool
         stream = parts(pool=int(least * share), policy=policy)
         job = job_of(replace(resting(plan, **BELOW), stream=stream), stores)
         assert job.placement.pool <= int(least * share)
-        check(job, expected)
+        check(job, expected, SHORT)
 
 
 def test_a_graded_choice_by_stage(twins):
@@ -175,20 +177,20 @@ def test_families(family, order, twins):
     """Tied embeddings, experts, biases, parameters held in float32; bfloat16 in one of the two."""
     named = "bfloat16" if order == "layer" else "float32"
     plan = plan_of(named, order=order, stages=per_segment(5, ("block",)))
-    expected = twin(twins, (family, order), lambda: job_of(plan, family=family))
+    expected = twin(twins, (family, order), lambda: job_of(plan, family=family), SHORT)
     with memory() as stores:
         job = job_of(replace(resting(plan, **ALL), stream=parts()), stores, family=family)
-        check(job, expected)
+        check(job, expected, SHORT)
 
 
 @pytest.mark.parametrize(("optimizer", "update"), [(SGD(), "behind"), (SGD(momentum=0.9), "apart")])
 def test_optimizers_with_fewer_states(optimizer, update, twins):
     plan = plan_of("bfloat16" if optimizer.states else "float32", update=update)
     clip = 0.5 if update == "apart" else None
-    expected = trained(job_of(plan, clip=clip, optimizer=optimizer), RUN, ROWS)
+    expected = trained(job_of(plan, clip=clip, optimizer=optimizer), SHORT, ROWS)
     with memory() as stores:
         below = replace(resting(plan, **ALL), stream=parts())
-        check(job_of(below, stores, clip=clip, optimizer=optimizer), expected)
+        check(job_of(below, stores, clip=clip, optimizer=optimizer), expected, SHORT)
 
 
 def _adapters(name, parameter):
@@ -209,10 +211,10 @@ FROZEN = {
 def test_frozen_bases(frozen, rest):
     plan = plan_of(order="layer")
     made = lambda: model_of("llama, untied", frozen=FROZEN[frozen])  # noqa: E731
-    expected = trained(job_of(plan, model=made()), RUN, ROWS)
+    expected = trained(job_of(plan, model=made()), SHORT, ROWS)
     with memory() as stores:
         below = replace(resting(plan, **RESTS[rest]), stream=parts())
-        check(job_of(below, stores, model=made()), expected)
+        check(job_of(below, stores, model=made()), expected, SHORT)
 
 
 def test_frozen_bases_are_never_written():
@@ -238,10 +240,10 @@ def test_frozen_bases_are_never_written():
 @pytest.mark.parametrize(("family", "order"), [("llama", "microbatch"), ("mixtral", "layer")])
 def test_float64_equals_the_plain_loop(family, order):
     model = model_of(family, "float64")
-    losses, norms, expected = plain.train(model, RUN, [1e-2] * len(RUN), 0.5, 0.1)
+    losses, norms, expected = plain.train(model, SHORT, [1e-2] * len(SHORT), 0.5, 0.1)
     plan = replace(resting(plan_of("float64", order=order), **ALL), stream=parts())
     with memory() as stores:
-        got = trained(job_of(plan, stores, model=model), RUN, ROWS)
+        got = trained(job_of(plan, stores, model=model), SHORT, ROWS)
     assert got.losses == pytest.approx(losses, rel=1e-10)
     assert got.norms == pytest.approx(norms, rel=1e-10)
     for name, parameter in expected.named_parameters():
@@ -268,7 +270,7 @@ def adopted(name: str, stages, rest: dict[str, str], stores, **changes) -> Job:
 
 def adopted_run(name: str, job: Job):
     torch.manual_seed(5)  # dropout draws the same numbers
-    data = [modules.CASES[name][1](seed) for seed in range(len(RUN))]
+    data = [modules.CASES[name][1](seed) for seed in range(len(SHORT))]
     found = trained(job, data, 4)
     buffers = {n: b.clone() for n, b in job.flow.model.named_buffers()}
     return replace(found, weights=found.weights | buffers)
