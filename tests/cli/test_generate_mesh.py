@@ -55,14 +55,13 @@ def test_the_text_is_that_of_one_worker(printed, directory):
     text = printed(*greedy, *drawn, "--no-echo")[1]
     both = ("--mesh", "pipeline=2,tensor=2", "--no-echo")
     assert printed(*greedy, *drawn, *both)[:2] == (0, text)
-    assert printed(*greedy, *drawn, "--workers", 3, "--no-echo")[:2] == (0, text)
 
 
 def test_the_text_of_a_run_ends_where_it_is_to_stop(printed, directory):
     """Every worker ends with the token that completes the stop string."""
     words = ("generate", directory, *WORDS, "--no-echo")
     text = printed(*words)[1]
-    code, before, _ = printed(*words, "--mesh", "pipeline=4", "--stop", text[2:4])
+    code, before, _ = printed(*words, "--workers", 4, "--stop", text[2:4])
     assert (code, before) == (0, text[: text.index(text[2:4])] + "\n")
 
 
