@@ -17,6 +17,7 @@ from outsize.errors import OutsizeError
 from outsize.optim import SGD, AdamW
 from outsize.parallel.tensor.decoder import split
 from outsize.plan import Plan, Rest, Sharding, Stream, zero
+from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
 
@@ -24,14 +25,21 @@ STEPS = 2
 
 
 def spread(data: int, shards: Sharding, **changes) -> Plan:
-    """Workers that take 2 rows each, the first one 3; two microbatches each."""
+    """Workers that take 2 rows each, the first one 3; two microbatches each; two blocks."""
     base = {"rows": 2 * data + 1, "microbatch_rows": 2, "mesh": Mesh(data)}
+    base |= {"segments": 4, "stages": per_segment(4)}
     return plan_of("float64", shards=shards, **(base | changes))
+
+
+def built(plan: Plan, family: str, frozen):
+    """A layer for each segment between the ends."""
+    layers = plan.segments - 2
+    return model_of(family, plan.precision.compute, frozen, num_hidden_layers=layers)
 
 
 def worker(plan: Plan, data, family: str, clip, optimizer, frozen=None):
     def run(world):
-        model = model_of(family, plan.precision.compute, frozen)
+        model = built(plan, family, frozen)
         axis = along(world, "tensor")
         cuts = split(model, axis, plan.sequence_parallel)
         flow = NativeFlow(model, plan)
@@ -50,7 +58,7 @@ def check(plan: Plan, family="llama, untied", clip=0.5, optimizer=None, frozen=N
     data = batches(STEPS, plan.rows, SEQUENCE, VOCAB)
     stages = tuple(replace(stage, rest=Rest()) for stage in plan.stages)
     alone = replace(plan, mesh=Mesh(), shards=Sharding(), sequence_parallel=False, stages=stages)
-    model = model_of(family, plan.precision.compute, frozen)
+    model = built(plan, family, frozen)
     job = Job(NativeFlow(model, alone), alone, Recipe(optimizer, clip))
     wanted = numbers(job, alone, data)
     every = play(plan.mesh, worker(plan, data, family, clip, optimizer, frozen))
