@@ -4,12 +4,15 @@ on purpose, and forecasts on the clusters of papers."""
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -121,6 +124,9 @@ def run(*works: Steps, hosts: Sequence[str] = ()) -> list[list[Ran]]:
     size = works[0].plan.mesh.size
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["sharded"])
+    # Python 3.11 looks for it where a new process would, and is silent about what is not there.
+    with patch.dict(os.environ, PYTHONPATH=str(Path(__file__).resolve().parent)):
+        forkserver.ensure_running()
     with tempfile.TemporaryDirectory() as folder:
         results: Any = context.Queue()
         path = str(Path(folder) / "store")
