@@ -20,7 +20,7 @@ from outsize.search import PlanRequest, choose
 from outsize.simulate import Forecast
 
 WISH = replace(tiered.WISH, mesh=Mesh(data=2))
-CONFIG = config_of("llama, untied", **LARGER)
+CONFIG = config_of("llama, untied", **LARGER | {"num_hidden_layers": 3})
 
 
 def chosen(request: PlanRequest, budget: int) -> Forecast:

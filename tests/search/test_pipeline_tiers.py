@@ -114,7 +114,7 @@ def test_the_states_of_all_workers_are_the_models():
 
 def test_gradients_that_the_tensor_axis_sums_stay_on_the_device():
     """Those of blocks where tokens are cut, for the sake of norms; none where they are not."""
-    request = replace(WISH, mesh=Mesh(tensor=2), microbatch_rows=None)
+    request = replace(WISH, mesh=Mesh(tensor=2))
     for cut, tiers in ((False, {"disk"}), (True, {DEVICE})):
         own = replace(request, sequence_parallel=cut)
         with pytest.raises(OutsizeError, match="bytes missing") as caught:

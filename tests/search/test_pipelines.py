@@ -223,7 +223,7 @@ def compared(devices: int, microbatches: int, times: tuple[float, float, float],
     ("devices", "microbatches", "times", "cap"),
     [
         (4, 8, (1.0, 1.0, 1.0), None),
-        (4, 6, (1.0, 1.2, 0.8), 4),
+        (3, 5, (1.0, 1.2, 0.8), 4),
         (4, 6, (1.0, 2.0, 0.5), 3),
         (3, 4, (1.0, 1.0, 1.0), 1),
     ],

@@ -38,15 +38,14 @@ from outsize.search.tradeoffs import tradeoffs
 GIB, MIB = 1 << 30, 1 << 20
 DISK = TierSpec("disk", "disk", (Path("."),), 400 * GIB)
 HOST = TierSpec("host", "memory", (), 64 * GIB)
-BLOCKS = 8
-CONFIG = parse(
-    {
-        "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000,
-        "num_hidden_layers": BLOCKS, "num_attention_heads": 4, "num_key_value_heads": 4,
-        "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-        "tie_word_embeddings": False,
-    }
-)  # fmt: skip
+BLOCKS = 5
+FACTS = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000,
+    "num_hidden_layers": BLOCKS, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}  # fmt: skip
+CONFIG = parse(FACTS)
 FP32 = Precision.named("float32")
 WISH = PlanRequest(4, 64, FP32, AdamW(), 1.0, tiers=(DISK,), documents=(0, 64))
 
@@ -264,10 +263,11 @@ def test_updates_are_made_on_the_host_by_the_rates():
 def test_streaming_is_hidden_beyond_the_threshold(times):
     """A disk so quick that the threshold is at tokens / times: a predicted step takes what it
     computes beyond it, and before it what its weights take to come."""
-    segments = BLOCKS + 2
+    blocks = 8  # fewer, and what comes first and last is more than a hundredth
+    config, segments = parse(FACTS | {"num_hidden_layers": blocks}), blocks + 2
     base = Plan(segments, per_segment(segments), 8, 1, 64, FP32, 64, order="layer")
     request = replace(WISH, rows=8)
-    forecaster = forecaster_of(CONFIG, request, MACHINE)
+    forecaster = forecaster_of(config, request, MACHINE)
     plain = forecaster.forecast(base)
     one = pace(plain, states(forecaster.facts, base))
     speed = one.parameters / (8 * 64 * one.forward) * times
@@ -281,18 +281,18 @@ def test_streaming_is_hidden_beyond_the_threshold(times):
     limit = thresholds(plain, states(forecaster.facts, base), (DISK,), hardware)[0]
     # Gradients stay here, so only the forward passes' side of the threshold is met.
     assert limit.of == "step" and limit.tokens >= 8 * 64 / times * 0.999
-    made = forecaster_of(CONFIG, request, hardware).forecast(plan)
+    made = forecaster_of(config, request, hardware).forecast(plan)
     forward, back = one.forward * 512, one.backward * 512
     fetch = one.parameters / speed
-    rest = plain.seconds - BLOCKS * (forward + back)
+    rest = plain.seconds - blocks * (forward + back)
     # An update comes for the parameters once more and writes them back; of two buffers one is
     # fetched, updated and written while the other one is.
     updated = max(one.update, fetch, (fetch + one.update + fetch) / 2)
     # What comes first hides behind nothing, the last block computes alone, and two are there at the
     # turn.
-    there = fetch + BLOCKS * forward if fetch < forward else BLOCKS * fetch + forward
-    again = BLOCKS * back if fetch < back else 2 * back + (BLOCKS - 2) * fetch
-    want = there + again + BLOCKS * (updated - one.update) + rest
+    there = fetch + blocks * forward if fetch < forward else blocks * fetch + forward
+    again = blocks * back if fetch < back else 2 * back + (blocks - 2) * fetch
+    want = there + again + blocks * (updated - one.update) + rest
     assert made.seconds == pytest.approx(want, rel=0.01)
 
 

@@ -34,7 +34,7 @@ from outsize.search import PlanRequest, predict
 from outsize.simulate import coarse as simulator
 from outsize.simulate.replay import Player, play_together
 
-LAYERS, ROWS, SEQUENCE = 4, 15, 32
+LAYERS, ROWS, SEQUENCE = 4, 7, 32
 CONFIG = config_of("llama, untied", num_hidden_layers=LAYERS)
 TIED = config_of("gpt2", n_layer=LAYERS)
 OPTIMIZER = AdamW()
@@ -42,7 +42,7 @@ HARDWARE = catalogue("H200", 4)
 
 
 def plan_of(schedule: str, mesh: Mesh, **more) -> Plan:
-    """Eight microbatches of two rows on each worker of the data axis, the last of one row."""
+    """Four microbatches of two rows on each worker of the data axis, the last of one row."""
     count = LAYERS + 2
     stages = per_segment(count, more.pop("recompute", ()))
     line = pipelined(schedule)

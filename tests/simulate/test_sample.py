@@ -31,7 +31,7 @@ from outsize.simulate.nowhere import nowhere
 from outsize.simulate.rehearse import rehearse
 from outsize.simulate.sample import expand, sample
 
-LAYERS, SEQUENCE = 6, 64
+LAYERS, SEQUENCE = 5, 64
 RATE = Rate(2e9, "B/s", "test", "2026-11-20")
 HARDWARE = replace(
     known_hardware(), tiers=(*known_hardware().tiers, Tier("disk", 10**10, RATE, RATE))
@@ -64,10 +64,10 @@ def test_few_layers_predict_what_leaves_the_device(name, monkeypatch):
     wide = {"num_hidden_layers": LAYERS} if family != "gpt2" else {"n_layer": LAYERS}
     config = config_of(family, **wide)
     sequence = 32 if family == "gpt2" else SEQUENCE
-    plan = Plan(LAYERS + 2, stages, 6, 2, sequence, Precision.named("float32"), **changes)
+    plan = Plan(LAYERS + 2, stages, 4, 2, sequence, Precision.named("float32"), **changes)
     plan = resting(plan, activations="disk") if everything else plan
     bounds = (0, sequence)
-    request = PlanRequest(6, sequence, plan.precision, AdamW(), documents=bounds)
+    request = PlanRequest(4, sequence, plan.precision, AdamW(), documents=bounds)
 
     chosen = sample(config, plan)
     assert len(chosen.config.layers) < LAYERS

@@ -42,14 +42,14 @@ from outsize.verify.draw import draws
 WHOLE = (Stage(0, 1), Stage(1, 4, ("block",)), Stage(4, 5))
 BELOW = tuple(replace(s, rest=Rest("disk", optimizer="host")) for s in per_segment(5))
 CASES = {
-    "uneven experts and rows": ("mixtral", {"mesh": Mesh(expert=4), "rows": 7, "mlp_tile": 3}),
+    "uneven experts and rows": ("mixtral", {"mesh": Mesh(expert=4), "mlp_tile": 3}),
     "dense layers, a shared expert": ("deepseek_v3", {
         "mesh": Mesh(expert=3), "resume_at": 1, "sequence_chunk": 5, "mlp_tile": 2, "stages": WHOLE,
         "rows": 4,
     }),
     "tokens cut": ("mixtral", {"mesh": Mesh(expert=2, context=2)}),
     "experts cut inside": ("mixtral", {
-        "mesh": Mesh(2, tensor=2, expert=2), "shards": Sharding(2, 2, 2), "rows": 7, "resume_at": 1,
+        "mesh": Mesh(2, tensor=2, expert=2), "shards": Sharding(2, 2, 2), "resume_at": 1,
         "sequence_parallel": True, "optimizer": parse("muon", 3e-3, 0.1, (0.9, 0.95), None),
     }),
     "tiers": ("mixtral", {"mesh": Mesh(expert=2), "stages": BELOW}),
