@@ -4,26 +4,54 @@ room in the queue. No tensors."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from outsize.serve.policies import SLICING, Slicing
-from outsize.serve.request import load_of
+from outsize.serve.policies import SLICING, Slicing, by_turns
+from outsize.serve.request import Request, Shares, load_of
 from outsize.serve.slo import Load, spans, wait
+from outsize.serve.waiting import Waiting
 
 if TYPE_CHECKING:
     from outsize.serve.line import Line
 
 
-def full(line: Line, tokens: int) -> bool:
-    """Whether so many more than wait are too many."""
+def full(line: Line, tokens: int, owner: str = "") -> bool:
+    """Whether so many more of an owner than wait are too many. Where owners have turns, each may
+    have an equal part of the queue, whoever else has filled it."""
     waiting = line.beside + line.queue.tokens
-    return waiting > 0 and waiting + tokens > line.room.queue
+    if not waiting or waiting + tokens <= line.room.queue:
+        return False
+    own = line.queue.owners.get(owner, ())
+    if not _slicing(line).shared or len(line.queue.owners) == bool(own):
+        return True
+    mine = sum(line.queue[key].tokens for key in own)
+    return mine + tokens > line.room.queue / (len(line.queue.owners) + (not own))
 
 
-def until_first(line: Line, tokens: int) -> float:
-    """Seconds until the first token of a prompt of so many."""
-    loads = [*_loads(line), Load(tokens + line.beside, 0.0)]
+def until_first(line: Line, tokens: int, owner: str = "") -> float:
+    """Seconds until the first token of a prompt of so many, of an owner."""
+    some = _loads(line)
+    if _slicing(line).shared:
+        some = [load_of(one, line.part_drawn, line.draws) for one in _ahead(line, tokens, owner)]
+    loads = [*some, Load(tokens + line.beside, 0.0)]
     return line.drift.slowest * wait(line.room.price, loads, *_fits(line))
+
+
+def _ahead(line: Line, tokens: int, owner: str) -> Iterator[Request]:
+    """Who goes, and who waits and has his turn before an owner's next prompt of so many."""
+    shares, requests, queue = Shares(dict(line.shares.had)), line.requests, line.queue
+    shares.come(owner, {one.ask.owner for one in requests.values()})
+    for one in line.going.values():
+        yield one
+        if one.key not in line.drawing:
+            shares.take(one.ask.owner, one.tokens)
+    new = Waiting(max(requests, default=0) + 1, tokens, owner=owner)
+    owners = {**queue.owners, owner: [*queue.owners.get(owner, ()), new.key]}
+    for each in by_turns(owners, lambda key: new if key == new.key else queue[key], shares.had):
+        if each is new:
+            return
+        yield requests[each.key]
 
 
 def until_room(line: Line, tokens: int) -> float:
@@ -41,8 +69,12 @@ def until_room(line: Line, tokens: int) -> float:
 def _fits(line: Line) -> tuple[int, int, float, bool]:
     """Tokens of a step, requests at once, and seconds of a step as it is foretold, at most; whether
     no step feeds two prompts."""
-    room, alone = line.room, SLICING.get(line.policy, Slicing()).alone
+    room, alone = line.room, _slicing(line).alone
     return room.budget, line.limits()[1], room.slo.tpot / line.drift.slowest, alone
+
+
+def _slicing(line: Line) -> Slicing:
+    return SLICING.get(line.policy, Slicing())
 
 
 def _loads(line: Line) -> list[Load]:

@@ -82,10 +82,13 @@ class Line:
     def add(self, ask: Ask, deliver: Deliver) -> int:
         """A request comes; gives its key. Full where too many tokens wait, or it would wait longer
         than is promised."""
-        self.refuse_if_full(len(ask.ids))
+        self.refuse_if_full(len(ask.ids), ask.owner)
         ttft, now = self.room.slo.ttft, self.clock()
         came = now if ask.came is None else ask.came
-        if self.requests and ttft < math.inf and (first := self.wait(len(ask.ids), came)) > ttft:
+        first = (
+            self.wait(len(ask.ids), came, ask.owner) if self.requests and ttft < math.inf else 0.0
+        )
+        if first > ttft:
             raise _refused(
                 self.counts,
                 f"the first token would come in about {shown(first)}, and {shown(ttft)} is"
@@ -102,9 +105,9 @@ class Line:
         self.queue.add(request.waits())
         return key
 
-    def refuse_if_full(self, tokens: int) -> None:
-        """Full where so many more than wait are too many."""
-        if full(self, tokens):
+    def refuse_if_full(self, tokens: int, owner: str = "") -> None:
+        """Full where so many more of an owner than wait are too many."""
+        if full(self, tokens, owner):
             waiting = self.beside + self.queue.tokens
             raise _refused(
                 self.counts,
@@ -113,9 +116,10 @@ class Line:
                 until_room(self, tokens),
             )
 
-    def wait(self, tokens: int, came: float | None = None) -> float:
-        """Seconds until the first token of a prompt that comes now, as foretold, from `came` on."""
-        first = until_first(self, tokens)
+    def wait(self, tokens: int, came: float | None = None, owner: str = "") -> float:
+        """Seconds until the first token of an owner's prompt that comes now, as foretold, from
+        `came` on."""
+        first = until_first(self, tokens, owner)
         return first if came is None else first + self.clock() - came
 
     def feeds(self, alike: list[Request] | None = None) -> list[Feed]:

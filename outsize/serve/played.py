@@ -158,7 +158,7 @@ class _Play:
         while self._next < len(fates) and fates[self._next].arrival.at <= now:
             fate = fates[self._next]
             self._next += 1
-            if full(self._line, fate.arrival.prompt):  # and nobody asks how long he should wait
+            if full(self._line, fate.arrival.prompt, fate.arrival.key):  # nobody asks how long
                 fate.refused = True
                 continue
             ids = (-self._next,) * fate.arrival.prompt

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -19,7 +20,7 @@ from outsize.errors import OutsizeError
 from outsize.registry import Registry
 from outsize.serve.price import FREE, Price
 from outsize.serve.slo import NONE, Slo, parse_slo
-from outsize.serve.waiting import Queue, Rank
+from outsize.serve.waiting import Queue, Rank, Waiting
 
 _TURNS = 4.0  # times as long as those of the level above
 _AGE = 10.0  # turns of waiting that lift by a level
@@ -206,17 +207,26 @@ def fair(view: View) -> Step:
     for key, tokens in slicing:
         owner = view.going[key].owner
         had[owner] = had.get(owner, 0.0) + tokens
-    queues = {owner: iter(keys) for owner, keys in queue.owners.items()} if view.free > 0 else {}
+    turns = by_turns(queue.owners, queue.__getitem__, had)
+    slicing += [(one.key, one.tokens) for one in islice(turns, max(0, view.free))]
+    return _in_turn(view, fed | _slices(view, slicing, view.budget - len(fed)))
+
+
+def by_turns(
+    owners: Mapping[str, Iterable[int]], one: Callable[[int], Waiting], had: dict[str, float]
+) -> Iterator[Waiting]:
+    """Those who wait as `fair` takes them: the first of whoever has had least, whose tokens are
+    added to what he has had. owners: keys by owner, in the order of coming; one: who has a key."""
+    queues = {owner: iter(keys) for owner, keys in owners.items()}
     heads = {owner: next(keys) for owner, keys in queues.items()}
-    for _ in range(min(view.free, len(queue))):
+    while heads:
         owner = min(heads, key=lambda each: (had.get(each, 0.0), heads[each]))
-        one = queue[heads[owner]]
-        slicing.append((one.key, one.tokens))
-        had[owner] = had.get(owner, 0.0) + one.tokens
+        found = one(heads[owner])
+        had[owner] = had.get(owner, 0.0) + found.tokens
+        yield found
         heads[owner] = next(queues[owner], -1)
         if heads[owner] < 0:
             del heads[owner]
-    return _in_turn(view, fed | _slices(view, slicing, view.budget - len(fed)))
 
 
 def _tokens(view: View, key: int) -> int:
@@ -268,16 +278,18 @@ class Slicing(NamedTuple):
     """Of a policy that, with one prompt begun and not through, and everybody else drawing, feeds
     the next token of each and of the prompt what is left of a step. tokens: of such a step, by the
     price and the budget; overtaken: whether who waits for a slot may be fed before the prompt
-    though he came later; alone: whether nothing of another prompt is fed in what it leaves."""
+    though he came later; alone: whether nothing of another prompt is fed in what it leaves; shared:
+    whether prompts that wait are taken by turns of those who ask."""
 
     tokens: Callable[[Price, int], int] = _whole
     overtaken: bool = False
     alone: bool = False
+    shared: bool = False
 
 
 SLICING: Mapping[Policy, Slicing] = MappingProxyType({
-    mixed: Slicing(), decode_maximal: Slicing(alone=True), fixed: Slicing(_enough), fair: Slicing(),
-    deadline: Slicing(overtaken=True),
+    mixed: Slicing(), decode_maximal: Slicing(alone=True), fixed: Slicing(_enough),
+    fair: Slicing(shared=True), deadline: Slicing(overtaken=True),
 })  # fmt: skip
 for _name, _policy in (
     ("first-come", first_come), ("prompt-first", prompt_first), ("mixed", mixed),

@@ -16,6 +16,7 @@ import torch
 from outsize.errors import OutsizeError
 from outsize.serve import request as requests
 from outsize.serve.asks import Ask, End, Full, Room, Token
+from outsize.serve.awaited import full
 from outsize.serve.line import Line
 from outsize.serve.policies import POLICIES, View, chosen, parse_policy
 from outsize.serve.price import Curve, Price
@@ -441,6 +442,33 @@ def test_fair_shares_where_one_asks_far_more() -> None:
         had[policy] = drawn
     assert had["mixed"]["b"] == 0 and had["mixed"]["a"] > 32
     assert abs(had["fair"]["a"] - had["fair"]["b"]) <= 16 < had["fair"]["b"]
+
+
+def test_fair_refuses_who_asks_far_more() -> None:
+    """Who asks little is refused neither since another has filled the queue nor for the time that
+    the other's requests take, which come behind his."""
+
+    def nobody(one: Token | End) -> None:
+        pass
+
+    for policy, queue in itertools.product(("mixed", "fair"), (300, 10**6)):
+        line = line_of(replace(ROOM, slots=2, queue=queue, slo=Slo(ttft=1.0)), policy)
+        with pytest.raises(Full, match="wait in the queue" if queue == 300 else "is promised"):
+            for _ in range(100):
+                line.add(ask(40, 8, "greedy"), nobody)
+        refused = 0
+        for _ in range(2):
+            try:
+                line.add(ask(40, 8, "modest"), nobody)
+            except Full:
+                refused += 1
+        assert refused == (0 if policy == "fair" else 2)
+        with pytest.raises(Full):
+            line.add(ask(40, 8, "greedy"), nobody)
+    crowd = line_of(replace(ROOM, queue=100), "fair")
+    for _ in range(3):
+        crowd.add(ask(30, 8, "a"), nobody)
+    assert full(crowd, 51, "b") and not full(crowd, 50, "b") and full(crowd, 11, "a")
 
 
 def test_drift_is_what_few_steps_exceed() -> None:
