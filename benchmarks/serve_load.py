@@ -176,6 +176,13 @@ class Watching:
         return (max(self.seen[-part:]) - (after - before)) / max(self.seen[:part])
 
 
+def _why(replies: Sequence[Reply]) -> str:
+    """Of the first that is neither answered nor refused."""
+    lost = (one for one in replies if not one.served and one.status != 429)
+    one = next(lost, None)
+    return "" if one is None else f"; the first: sent at {one.sent:.1f} s, {one.status} {one.error}"
+
+
 def overload(load: Load, server: Server, seconds: float, told: Verdicts) -> None:
     """OVER times what it bears: who is refused is told so and when to come again, all others are
     answered as in quiet."""
@@ -205,7 +212,7 @@ def overload(load: Load, server: Server, seconds: float, told: Verdicts) -> None
         bool(refused) and all(one.retry.isdecimal() and int(one.retry) > 0 for one in refused),
         "every refusal is a 429 with Retry-After",
     )
-    told.say(not lost, f"{lost} requests lost, of {len(replies):,}")
+    told.say(not lost, f"{lost} requests lost, of {len(replies):,}{_why(replies)}")
     told.say(not wrong, f"{wrong} answers differ from those of a quiet server, of {len(checked)}")
     told.say(within >= ACCEPTED, f"{within:.1%} of the accepted in time; at least {ACCEPTED:.0%}")
     told.say(growth <= LEVEL, f"memory {growth:.3f}x that of the beginning; at most {LEVEL}x")
@@ -230,7 +237,10 @@ def soak(load: Load, server: Server, seconds: float, told: Verdicts) -> None:
         "rate": rate, "asked": len(replies), "lost": lost, "growth": memory.growth,
         "tpot": (early, late), "within": load.within(replies),
     }  # fmt: skip
-    told.say(not lost, f"{lost} requests lost, of {len(replies):,} in {some[-1].at:,.0f} s")
+    told.say(
+        not lost,
+        f"{lost} requests lost, of {len(replies):,} in {some[-1].at:,.0f} s{_why(replies)}",
+    )
     told.say(memory.growth <= LEVEL, f"memory {memory.growth:.3f}x that of the beginning")
     print(f"a token after {1e3 * early:.1f} ms in the first tenth, {1e3 * late:.1f} in the last")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 
 from outsize.data import SOURCES, Data, Dataset, TrainStream, open_data
-from outsize.errors import OutsizeError, counted
+from outsize.errors import counted
 from outsize.kernels import native
 from outsize.launch import WorkerGroup
 from outsize.screen import say, show
@@ -59,9 +59,6 @@ def ready_of(
 ) -> Ready:
     """at: where the run is that goes on."""
     data = data_of(setup, console, worker_group)
-    idle = _holds_out_nothing(setup, data)
-    if idle and at is None and setup.resolved.given("data.validation"):
-        raise OutsizeError(idle)
     stream = streamed(setup, data).stream
     setup = _long_enough(setup, stream, at)
     if setup.device.type == "cpu" and (
@@ -78,7 +75,7 @@ def ready_of(
     show_plan(setup, console)
     parts = (f"{_size(data.train)}{_marked(data)}", f"validation {_size(data.validation)}")
     say(console, *_found(setup), f"data: {'; '.join((*parts, data.skipped.summary()))}")
-    say(console, *_shares(setup), *([idle] if idle else ()), *data.skipped.warnings())
+    say(console, *_shares(setup), *_holds_out_nothing(setup, data), *data.skipped.warnings())
     return Ready(setup, data, stream)
 
 
@@ -99,16 +96,17 @@ def _long_enough(setup: Setup, stream: TrainStream, at: Place | None = None) -> 
     return replace(setup, resolved=setup.resolved.derive("train.steps", *steps))
 
 
-def _holds_out_nothing(setup: Setup, data: Data) -> str:
-    """What is wrong where a part of the documents is to be held out, and it has none; else ""."""
+def _holds_out_nothing(setup: Setup, data: Data) -> Iterator[str]:
+    """A line where a part of the documents is to be held out, and it has none."""
     part, count = setup.config.data.validation, data.train.documents
-    if not part or data.validation.documents:
-        return ""
-    wanted = f"{min(0.5, math.ceil(300 / count) / 100):g} or so" if count > 1 else "more of them"
-    return (
-        f"data.validation: {part:g} holds out none of {counted(count, 'document')}; expected"
-        f" {wanted}, 0 for a run without validation, or files in data.evaluation"
-    )
+    if part and not data.validation.documents:
+        would = (
+            f"{min(0.5, math.ceil(300 / count) / 100):g} or so would, or" if count > 1 else "name"
+        )
+        yield (
+            f"nothing is held out, and no validation made: data.validation: {part:g} of"
+            f" {counted(count, 'document')} is none; {would} files in data.evaluation"
+        )
 
 
 def _shares(setup: Setup) -> Iterator[str]:

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ sys.path.append(str(BENCHMARKS))
 
 import gpu  # noqa: E402
 from support.gpu import child, parts, table  # noqa: E402
+from support.gpu.generating import read  # noqa: E402
 from support.gpu.parts import Case  # noqa: E402
 from support.gpu.place import HARDWARE, Place  # noqa: E402
 
@@ -114,7 +116,14 @@ def test_a_dry_run_measures_foretells_and_keeps_what_was_there(tmp_path, capsys,
         each["figures"] for each in found["tokens"]["cases"].values()
     )
     assert two["tokens"] == ours["tokens"] == their_two["tokens"]
-    assert two["of the bandwidth"] > 0
+    place, (device,) = (
+        SimpleNamespace(hardware=lambda: catalogue("H200")),
+        catalogue("H200").devices,
+    )
+    part = 40.0 / 2 * 10**9 / device.bandwidth.value  # whatever this machine's clock says of a step
+    assert read(place, {"tokens/s": 40.0}, 10**9, 2) == {"of the bandwidth": part}
+    assert read(place, {"tokens/s": None}, 10**9, 2) == {"of the bandwidth": None}
+    assert "of the bandwidth" in two
     assert ours["tokens"] == theirs["tokens"] == less["tokens"] and len(ours["tokens"]) == 5
     assert less["budget"] < ours["weights"] == less["weights"] <= written["bytes"]
     assert "of the weights" in capsys.readouterr().out

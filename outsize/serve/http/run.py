@@ -24,6 +24,9 @@ from outsize.serve.pooling import pooling_in
 from outsize.serve.talk import Talk
 
 _DRAIN = 600  # seconds that answers under way have at the end
+# Seconds after which a connection is closed on which nobody asks. A request that is sent in that
+# moment is lost, and a busy loop makes it long: few clients keep one so long without asking.
+_IDLE = 75
 _WAITING = 2048  # connections that the system holds until they are taken
 
 
@@ -54,6 +57,7 @@ def run(
         guard,
         log_level="warning",
         timeout_graceful_shutdown=_DRAIN,
+        timeout_keep_alive=_IDLE,
         backlog=_WAITING,
         lifespan="on",
         server_header=False,
