@@ -4,7 +4,7 @@ room in the queue. No tensors."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from outsize.serve.policies import SLICING, Slicing, by_turns
@@ -31,10 +31,8 @@ def full(line: Line, tokens: int, owner: str = "") -> bool:
 
 def until_first(line: Line, tokens: int, owner: str = "") -> float:
     """Seconds until the first token of a prompt of so many, of an owner."""
-    some = _loads(line)
-    if _slicing(line).shared:
-        some = [load_of(one, line.part_drawn, line.draws) for one in _ahead(line, tokens, owner)]
-    loads = [*some, Load(tokens + line.beside, 0.0)]
+    some = _ahead(line, tokens, owner) if _slicing(line).shared else line.requests.values()
+    loads = [*_loads(line, some), Load(tokens + line.beside, 0.0)]
     return line.drift.slowest * wait(line.room.price, loads, *_fits(line))
 
 
@@ -57,7 +55,7 @@ def _ahead(line: Line, tokens: int, owner: str) -> Iterator[Request]:
 def until_room(line: Line, tokens: int) -> float:
     """Seconds until so many fewer wait that these may; until nobody does, where they are more than
     may ever wait."""
-    loads = [*_loads(line), Load(line.beside, 0.0)]
+    loads = [*_loads(line, line.requests.values()), Load(line.beside, 0.0)]
     waiting = [one.prompt for one in loads if one.prompt and not one.begun]
     over = min(sum(waiting) + tokens - line.room.queue, sum(waiting))
     begin = [at for at, _ in spans(line.room.price, loads, *_fits(line))][-len(waiting) :]
@@ -77,5 +75,5 @@ def _slicing(line: Line) -> Slicing:
     return SLICING.get(line.policy, Slicing())
 
 
-def _loads(line: Line) -> list[Load]:
-    return [load_of(one, line.part_drawn, line.draws) for one in line.requests.values()]
+def _loads(line: Line, some: Iterable[Request]) -> list[Load]:
+    return [load_of(one, line.part_drawn, line.draws) for one in some]

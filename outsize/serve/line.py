@@ -85,10 +85,8 @@ class Line:
         self.refuse_if_full(len(ask.ids), ask.owner)
         ttft, now = self.room.slo.ttft, self.clock()
         came = now if ask.came is None else ask.came
-        first = (
-            self.wait(len(ask.ids), came, ask.owner) if self.requests and ttft < math.inf else 0.0
-        )
-        if first > ttft:
+        promised = bool(self.requests) and ttft < math.inf
+        if promised and (first := self.wait(len(ask.ids), came, ask.owner)) > ttft:
             raise _refused(
                 self.counts,
                 f"the first token would come in about {shown(first)}, and {shown(ttft)} is"
@@ -358,10 +356,8 @@ class Line:
         if room.slo.tpot == math.inf:
             return room.budget, room.slots
         tpot = room.slo.tpot / self.drift.slowest
-        drawing, more = (
-            [one.fed for one in self.drawing.values()],
-            self.draws.more(self.drawing.values()),
-        )
+        drawing = [one.fed for one in self.drawing.values()]
+        more = self.draws.more(self.drawing.values())
         slicing = (one.fed for key, one in self.going.items() if key not in self.drawing)
         depth = max(slicing, default=0)
         return limits(room.price, tpot, drawing, depth, room.budget, room.slots, more)
