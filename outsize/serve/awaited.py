@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from outsize.serve.policies import SLICING, Slicing, by_turns
 from outsize.serve.request import Request, Shares, load_of
-from outsize.serve.slo import Load, spans, wait
+from outsize.serve.slo import Fits, Load, spans, wait
 from outsize.serve.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def until_first(line: Line, tokens: int, owner: str = "") -> float:
     """Seconds until the first token of a prompt of so many, of an owner."""
     some = _ahead(line, tokens, owner) if _slicing(line).shared else line.requests.values()
     loads = [*_loads(line, some), Load(tokens + line.beside, 0.0)]
-    return line.drift.slowest * wait(line.room.price, loads, *_fits(line))
+    return line.drift.slowest * wait(line.room.price, loads, _fits(line))
 
 
 def _ahead(line: Line, tokens: int, owner: str) -> Iterator[Request]:
@@ -58,17 +58,15 @@ def until_room(line: Line, tokens: int) -> float:
     loads = [*_loads(line, line.requests.values()), Load(line.beside, 0.0)]
     waiting = [one.prompt for one in loads if one.prompt and not one.begun]
     over = min(sum(waiting) + tokens - line.room.queue, sum(waiting))
-    begin = [at for at, _ in spans(line.room.price, loads, *_fits(line))][-len(waiting) :]
+    begin = [at for at, _ in spans(line.room.price, loads, _fits(line))][-len(waiting) :]
     gone = itertools.accumulate(waiting)
     enough = next(at for at, some in zip(begin, gone, strict=True) if some >= over)
     return line.drift.slowest * enough
 
 
-def _fits(line: Line) -> tuple[int, int, float, bool]:
-    """Tokens of a step, requests at once, and seconds of a step as it is foretold, at most; whether
-    no step feeds two prompts."""
-    room, alone = line.room, _slicing(line).alone
-    return room.budget, line.limits()[1], room.slo.tpot / line.drift.slowest, alone
+def _fits(line: Line) -> Fits:
+    room, slots = line.room, line.limits()[1]
+    return Fits(room.budget, slots, room.slo.tpot / line.drift.slowest, _slicing(line).alone)
 
 
 def _slicing(line: Line) -> Slicing:

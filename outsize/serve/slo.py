@@ -110,38 +110,32 @@ class Load(NamedTuple):
     more: float = 0.0
 
 
-def wait(
-    price: Price,
-    loads: Sequence[Load],
-    budget: int,
-    slots: int,
-    tpot: float = math.inf,
-    alone: bool = False,
-) -> float:
+class Fits(NamedTuple):
+    """What steps hold. budget: tokens at most; slots: requests that go at once; tpot: seconds at
+    most; alone: no step feeds two prompts."""
+
+    budget: int
+    slots: int
+    tpot: float = math.inf
+    alone: bool = False
+
+
+def wait(price: Price, loads: Sequence[Load], fits: Fits) -> float:
     """Foretold seconds until the last of these, who comes now, has its first token; 0 of none."""
-    found = spans(price, loads, budget, slots, tpot, alone)
-    return max((first for _, first in found), default=0.0)
+    return max((first for _, first in spans(price, loads, fits)), default=0.0)
 
 
-def spans(
-    price: Price,
-    loads: Sequence[Load],
-    budget: int,
-    slots: int,
-    tpot: float = math.inf,
-    alone: bool = False,
-) -> list[tuple[float, float]]:
+def spans(price: Price, loads: Sequence[Load], fits: Fits) -> list[tuple[float, float]]:
     """Foretold seconds until each of those whose prompt waits begins to be fed, and until it has
     its first token, at the end of a step; of those that go come first. Prompts are fed one after
-    another in whole steps of `budget` tokens at most that take `tpot` seconds at most, in the order
-    of their coming, beside the tokens of those before them; who waits for a slot has it when the
-    first of those before it ends, and meanwhile steps feed nobody's prompt, and are short.
-    alone: no step feeds two prompts."""
+    another in whole steps, in the order of their coming, beside the tokens of those before them;
+    who waits for a slot has it when the first of those before it ends, and meanwhile steps feed
+    nobody's prompt, and are short."""
     going = [one for one in loads if one.begun]
     drawing = [one for one in going if not one.prompt]
     waiting = sorted((x for x in loads if x.prompt), key=lambda x: not x.begun)
-    steps_of = _StepsOf(price, drawing, budget, tpot, sum(one.prompt for one in waiting))
-    ends, free = [one.new for one in drawing], max(0, slots - len(going))
+    steps_of = _StepsOf(price, drawing, fits, sum(one.prompt for one in waiting))
+    ends, free = [one.new for one in drawing], max(0, fits.slots - len(going))
     heapq.heapify(ends)
     steps, now, found = 0.0, 0.0, list[tuple[float, float]]()
     for one in waiting:
@@ -155,7 +149,7 @@ def spans(
         free -= not one.begun
         left, full = steps_of.full(len(ends))
         begins, takes = now, one.prompt / left
-        takes = math.ceil(takes) if alone else takes
+        takes = math.ceil(takes) if fits.alone else takes
         steps, now = steps + takes, now + takes * full
         heapq.heappush(ends, steps + one.new)
         found.append((begins, now + (math.ceil(steps - _ROUNDED) - steps) * full))
@@ -166,10 +160,8 @@ class _StepsOf:
     """Tokens of prompts in a step beside so many who draw, and its seconds. most: tokens of prompts
     that there are."""
 
-    def __init__(
-        self, price: Price, drawing: Sequence[Load], budget: int, tpot: float, most: int
-    ) -> None:
-        self._price, self._budget, self._tpot, self._most = price, budget, tpot, most
+    def __init__(self, price: Price, drawing: Sequence[Load], fits: Fits, most: int) -> None:
+        self._price, self._fits, self._most = price, fits, most
         deep = price.seen([(one.start, 1, True) for one in drawing])[2]
         deep += sum(one.more for one in drawing)
         self._each = deep / max(len(drawing), 1)
@@ -180,9 +172,9 @@ class _StepsOf:
 
     def full(self, some: int) -> tuple[int, float]:
         if some not in self._full:
-            price, deep, budget = self._price, some * self._each, self._budget
-            if some and self._tpot < math.inf:
-                budget = price.most(self._tpot, min(some, budget), budget, deep, 0)
+            price, deep, budget = self._price, some * self._each, self._fits.budget
+            if some and (tpot := self._fits.tpot) < math.inf:
+                budget = price.most(tpot, min(some, budget), budget, deep, 0)
             left = max(1, min(budget - some, self._most))
             seconds = price.step(some + left, some + 1, deep + price.past(0, left))
             self._full[some] = left, seconds

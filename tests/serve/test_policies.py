@@ -21,7 +21,7 @@ from outsize.serve.line import Line
 from outsize.serve.policies import POLICIES, View, chosen, parse_policy
 from outsize.serve.price import Curve, Price
 from outsize.serve.request import Shares
-from outsize.serve.slo import NONE, Drift, Load, Slo, limits, parse_slo, unkept, wait
+from outsize.serve.slo import NONE, Drift, Fits, Load, Slo, limits, parse_slo, unkept, wait
 from outsize.serve.waiting import Queue, Rank, Waiting
 
 # A step of one token takes 10 ms, one of 64 takes 100, each further token a 64th of 64 ms more.
@@ -261,13 +261,13 @@ def test_a_wait_is_foretold() -> None:
     behind full slots, when the first of them ends, by steps that feed no prompt."""
     flat = Price(Curve(((1, 0.01), (10, 0.01), (20, 0.02))))
     me = Load(20, 1.0)
-    assert wait(flat, [me], 20, 4) == pytest.approx(0.02)
-    assert wait(flat, [Load(40, 5.0), me], 20, 4) == pytest.approx(0.08)
+    assert wait(flat, [me], Fits(20, 4)) == pytest.approx(0.02)
+    assert wait(flat, [Load(40, 5.0), me], Fits(20, 4)) == pytest.approx(0.08)
     going = Load(0, 30.0, 100, True)
     full = flat.step(20, 2, 0)
-    assert wait(flat, [going, me], 20, 1) == pytest.approx(30 * 0.01 + flat.step(20, 1, 0))
-    assert wait(flat, [going, me], 20, 2) == pytest.approx(2 * full)
-    assert wait(flat, [going, me], 20, 2, 0.0155) == pytest.approx(2 * flat.step(15, 2, 0))
+    assert wait(flat, [going, me], Fits(20, 1)) == pytest.approx(30 * 0.01 + flat.step(20, 1, 0))
+    assert wait(flat, [going, me], Fits(20, 2)) == pytest.approx(2 * full)
+    assert wait(flat, [going, me], Fits(20, 2, 0.0155)) == pytest.approx(2 * flat.step(15, 2, 0))
 
 
 def step(line: Line) -> None:
