@@ -136,10 +136,10 @@ def fake_as(known: Mapping[str, Any], meta: Tensor, mode: FakeTensorMode) -> Fak
     attributes by itself: they are known, of another that was made so."""
     from torch._subclasses.fake_tensor import FakeTensor
 
+    device = known["_fake_device" if "_fake_device" in known else "fake_device"]  # before 2.12
     made: FakeTensor = torch.Tensor._make_subclass(
-        FakeTensor, meta, False, dispatch_device=True,
-        device_for_backend_keys=known["_fake_device"],
-    )  # fmt: skip
+        FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
+    )
     torch._C._set_throw_on_mutable_data_ptr(made)
     vars(made).update(known, fake_mode=mode)
     return made
