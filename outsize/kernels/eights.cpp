@@ -70,8 +70,19 @@ inline void scales_of(const Panel& panel, const Layout& layout, int64_t groups, 
         store(to, layout.scales == FLOAT16 ? vec(halves) : vec(widened));
     }
 #else
-    for (int64_t o = 0; o < ACROSS; ++o)
-        for (int64_t g = 0; g < groups; ++g) to[g * ACROSS + o] = layout.scale(rows[o] + g * layout.block, 0);
+#if defined(__AVX2__) && defined(__F16C__)
+    for (int64_t i = 0; i < (panel.packed ? groups * ACROSS : 0); i += LANES) {
+        const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[0] + 2 * i));
+        const __m256i widened = _mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
+        store(to + i, layout.scales == FLOAT16 ? vec(_mm256_cvtph_ps(bits)) : vec(widened));
+    }
+    if (panel.packed) return;
+#endif
+    const int64_t next = panel.packed ? ACROSS * layout.head : layout.block;
+    for (int64_t o = 0; o < ACROSS; ++o) {
+        const uint8_t* own = panel.packed ? rows[0] + o * layout.head : rows[o];
+        for (int64_t g = 0; g < groups; ++g) to[g * ACROSS + o] = layout.scale(own + g * next, 0);
+    }
 #endif
 }
 
@@ -120,6 +131,14 @@ inline void ended(const float* sums, int64_t rows, int64_t some, const T* bias, 
     }
 }
 
+#if !defined(OUTSIZE_FOURS) && defined(__AVX2__)
+template <int ROWS>
+Passes* packed_of(const Rounded& r) {
+    if (r.four) return r.chunks == 1 ? by_packed<true, 1, ROWS> : by_packed<true, 0, ROWS>;
+    return r.chunks == 1 ? by_packed<false, 1, ROWS> : by_packed<false, 0, ROWS>;
+}
+#endif
+
 // What sums groups by the weight's rows and scales.
 inline Passes* passes_of(const Rounded& r, bool packed) {
     if (r.w.group % CHUNK) return one_by_one;
@@ -129,6 +148,8 @@ inline Passes* passes_of(const Rounded& r, bool packed) {
     if (r.four) return r.chunks == 1 ? by_fours<true, 1> : by_fours<true, 0>;
     return r.chunks == 1 ? by_fours<false, 1> : by_fours<false, 0>;
 #elif defined(__AVX2__)
+    if (packed && r.rows == 1) return packed_of<1>(r);
+    if (packed && r.rows == FEW) return packed_of<FEW>(r);
     if (!r.turned) return by_few;
     if (r.four) return r.chunks == 1 ? by_vectors<true, 1> : by_vectors<true, 0>;
     return r.chunks == 1 ? by_vectors<false, 1> : by_vectors<false, 0>;
@@ -146,7 +167,8 @@ void panel(const Rounded& r, const Matrix& w, int64_t first, float* work, T* y) 
     const uint8_t** rows = own.first;
     for (int64_t o = 0; o < ACROSS; ++o)  // the last again where there are no more
         rows[o] = static_cast<const uint8_t*>(w.data) + (first + std::min(o, count - 1)) * row;
-    for (int64_t i = 0; i < (FOURS ? 0 : ACROSS * row); i += 64) __builtin_prefetch(rows[0] + ACROSS * row + i);
+    const int64_t ahead = FOURS || own.packed ? 0 : ACROSS * row;  // those ask by themselves
+    for (int64_t i = 0; i < ahead; i += 64) __builtin_prefetch(rows[0] + ahead + i);
     float *scales = work, *sums = work + r.groups * ACROSS;
     if (layout.scales == APART)
         scales_apart(w, first, r.groups, scales);
@@ -234,16 +256,20 @@ struct RoundedRows {
 
 // A panel as it lies in files to one that is packed; from: a copy.
 void pack(const Matrix& w, const uint8_t* from, uint8_t* to) {
-    const int64_t groups = w.inner / w.group, size = w.block - w.head, row = groups * w.block;
-    const uint8_t shift = w.order == HALVES ? 0 : MIDDLE;
+    const int64_t groups = w.inner / w.group, row = groups * w.block;
+    const uint32_t shift = w.order == HALVES ? 0 : 0x01010101u * MIDDLE;
     uint8_t* codes = to + ACROSS * groups * w.head;
     for (int64_t o = 0; o < ACROSS; ++o)
         for (int64_t g = 0; g < groups; ++g) {
             const uint8_t* block = from + o * row + g * w.block;
             std::memcpy(to + (g * ACROSS + o) * w.head, block, w.head);
             uint8_t* own = codes + Panel::place(w, o, g, 0);
-            for (int64_t i = 0; i < size; i += 4, own += 4 * ACROSS)
-                for (int64_t k = 0; k < 4; ++k) own[k] = block[w.head + i + k] ^ shift;
+            for (int64_t i = w.head; i < w.block; i += 4, own += 4 * ACROSS) {
+                uint32_t four;
+                std::memcpy(&four, block + i, sizeof four);
+                four ^= shift;
+                std::memcpy(own, &four, sizeof four);
+            }
         }
 }
 
@@ -253,7 +279,7 @@ extern "C" {
 
 // Whole panels of a weight's rows, packed in their place; 0 where products here read none that are.
 int outsize_eights_pack(const Matrix* w, int threads) {
-    if (!FOURS || w->group % CHUNK || w->outputs < ACROSS) return 0;
+    if (!(FOURS || TWOS) || w->group % CHUNK || w->outputs < ACROSS) return 0;
     const int64_t bytes = ACROSS * w->inner / w->group * w->block;
     uint8_t* panels = static_cast<uint8_t*>(const_cast<void*>(w->data));
 #pragma omp parallel num_threads(threads)
