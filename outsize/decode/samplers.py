@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from outsize.errors import OutsizeError
+from outsize.kernels import native
 from outsize.kernels.entropy import greatest, logprobs
 from outsize.models.random import uniform
 
@@ -75,18 +76,37 @@ class Sampling:
 
     def __call__(self, logits_V: Tensor, index: int) -> int:
         likeliest = greatest(logits_V)  # what is no number counts as the largest
+        top = float(logits_V[likeliest])
         _expect(
-            float(logits_V[likeliest]) < math.inf,
+            math.isfinite(top),
             f"the model gave logits for new token {index} that are not finite; expected numbers: "
             "check its weights, or use a wider dtype",
         )
         if self.temperature == 0:
             return likeliest
+        part = float(uniform(self.seed, _STREAM, index, index + 1)[0])
+        if native.fits(logits_V):
+            return _drawn(logits_V, top, self, part)
         total_V = probabilities(logits_V, self).cumsum(0)
-        drawn = float(uniform(self.seed, _STREAM, index, index + 1)[0]) * float(total_V[-1])
+        drawn = part * float(total_V[-1])
         # the first token whose cumulated probability is above the drawn one: never one of zero. A
         # part of at most 1 - 2^-53 is below the whole however it is rounded
         return int(torch.searchsorted(total_V, drawn, right=True))
+
+
+def _drawn(logits_V: Tensor, top: float, sampling: Sampling, part: float) -> int:
+    """The same draw in one pass. top: the largest logit; part: of the whole."""
+    found: int = native.loaded().outsize_draw(
+        native.CODES[logits_V.dtype],
+        logits_V.data_ptr(),
+        len(logits_V),
+        top,
+        sampling.temperature,
+        min(sampling.top_k or len(logits_V), len(logits_V)),
+        1 - sampling.top_p,
+        part,
+    )
+    return found
 
 
 def _is(given: object, kind: type) -> bool:

@@ -40,7 +40,7 @@ _COMPILERS = ("g++", "c++", "clang++")  # g++ first: PyTorch's OpenMP runtime is
 _ROWS = ("rows", "pages", "blocks", "heads")  # what serving computes, a library for each dtype
 _OF_DTYPE = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _LIBRARIES = {
-    "passes": Library(("attention", "blockwise", "native", "codes", "sparse", "normal")),
+    "passes": Library(("attention", "blockwise", "native", "codes", "sparse", "normal", "draws")),
     "float64": Library(("attention64",)),
     "shared": Library(("shared",)),
     "eights": Library(("eights",)),
@@ -60,6 +60,7 @@ _SIGNATURES: dict[str, dict[str, Signature]] = {
         "cross_entropy": (c_double, (_I, _P, _P, _N, _F, _I, _N, _N, _I, _P)),
         "add": (None, (_I, _P, _P, _N, _I)),
         "greatest": (_N, (_I, _P, _N)),
+        "draw": (_N, (_I, _P, _N, _F, c_double, _N, c_double, c_double)),
         "exponential": (None, (_P, _P, _N)),
         "checksum": (c_uint64, (_P, _N)),
         "attention": (None, (_I, *[_P] * 8, _N, _F, _F, _I)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from outsize.decode import samplers
 from outsize.decode.samplers import Sampling, drawn, probabilities
 from outsize.errors import OutsizeError
+from outsize.kernels import native
 from outsize.models.random import uniform
 
 
@@ -87,6 +89,30 @@ def test_the_ends_of_the_draw_have_a_token_too(
     assert Sampling(1.0)(logits_V, 0) == (1 if drawn == 0 else 4)
 
 
+@pytest.mark.skipif(native.library() is None, reason="no compiler on PATH")
+def test_one_pass_draws_what_probabilities_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of flat and of peaked logits, alike ones, ones that are ruled out, in both dtypes."""
+    none = -math.inf
+    rows: list[tuple[Tensor, Sampling]] = []
+    for seed, (heat, top_k, top_p, count) in enumerate(
+        itertools.product((0.05, 0.8, 30.0), (None, 1, 40, 1 << 20), (1.0, 0.95, 1e-20), (1, 2500))
+    ):
+        logits_V = _logits(seed, count, torch.float32)
+        if seed % 3 == 0:
+            logits_V = logits_V.round().masked_fill(_logits(seed + 1, count) < 0, none)
+            logits_V[count // 2] = 1.0
+        dtype = torch.bfloat16 if seed % 2 else torch.float32
+        rows.append((logits_V.to(dtype), Sampling(heat, top_k, top_p, seed)))
+    even_V = torch.zeros(4)  # at exactly 1 - p a token goes, and of alike ones the last
+    rows += [(even_V, Sampling(1.0, top_p=top_p, seed=seed)) for top_p in (0.5, 0.75)
+             for seed in range(8)]  # fmt: skip
+    expected = [one(logits_V, 7) for logits_V, one in rows]  # where gradients are recorded
+    assert set(expected[-16:-8]) == {0, 1} and set(expected[-8:]) == {0, 1, 2}
+    monkeypatch.setattr(samplers, "probabilities", None)
+    with torch.no_grad():
+        assert [one(logits_V, 7) for logits_V, one in rows] == expected
+
+
 def test_greedy_takes_the_likeliest_whatever_else_is_asked() -> None:
     for seed in range(5):
         logits_V = _logits(seed)
@@ -133,11 +159,11 @@ def test_tiny_temperatures_and_huge_logits_do_not_overflow() -> None:
     assert Sampling(1e-300)(logits_V, 0) == 1
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("bad", [[0.0, math.nan], [0.0, math.inf], [-math.inf, -math.inf]])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_are_refused(bad: float, temperature: float) -> None:
+def test_logits_that_are_not_finite_are_refused(bad: list[float], temperature: float) -> None:
     with pytest.raises(OutsizeError, match="logits for new token 7 that are not finite"):
-        Sampling(temperature)(torch.tensor([0.0, bad]), 7)
+        Sampling(temperature)(torch.tensor(bad), 7)
 
 
 @pytest.mark.parametrize(
