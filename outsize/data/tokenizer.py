@@ -1,7 +1,8 @@
 """Text to token ids and back: plain bytes, or the tokenizer.json of a Hugging Face directory.
 
 Every document is trained on as `start, tokens..., eos`. `start` is what the tokenizer itself puts
-before a text (Llama, Gemma), else eos, as GPT-2 was trained; prompts begin with it too.
+before a text (Llama, Gemma, those that are made here), else eos, as GPT-2 was trained. A prompt
+begins with what the tokenizer itself puts there and with nothing else, as everybody reads it.
 """
 
 from __future__ import annotations
@@ -60,6 +61,10 @@ class Tokenizer(Protocol):
     def eos(self) -> int: ...
     @property
     def start(self) -> int: ...
+    @property
+    def front(self) -> tuple[int, ...]:
+        """What the tokenizer itself puts in front of a text: a prompt begins with it."""
+
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without start and eos."""
 
@@ -113,6 +118,7 @@ class ByteTokenizer:
     vocab_size = 257
     eos = 256
     start = 256
+    front = (256,)
     special = ()
 
     def encode(self, text: str) -> list[int]:
@@ -161,11 +167,14 @@ class FileTokenizer:
     """The `tokenizers` tokenizer of a directory. Special tokens written out in a text are taken as
     such, as transformers does; none are added by `encode`."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, eos: int, start: int, digest: str) -> None:
+    def __init__(
+        self, inner: tokenizers.Tokenizer, eos: int, front: tuple[int, ...], digest: str
+    ) -> None:
         self._inner = inner
         self._digest = digest
         self.eos = eos
-        self.start = start
+        self.front = front
+        self.start = front[0] if front else eos
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @classmethod
@@ -189,9 +198,8 @@ class FileTokenizer:
         inner.no_truncation()  # files often carry the model's context length as a limit
         inner.no_padding()
         eos = _find_eos(path.parent, inner)
-        start = _added_in_front(inner)
         digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-        return cls(inner, eos, eos if start is None else start, digest)
+        return cls(inner, eos, _added_in_front(inner), digest)
 
     @property
     def content(self) -> str:
@@ -312,13 +320,22 @@ def _byte_offsets(text: str) -> NDArray[np.int64]:
     return np.concatenate(([0], np.cumsum(widths)))
 
 
-def _added_in_front(inner: tokenizers.Tokenizer) -> int | None:
+def _added_in_front(inner: tokenizers.Tokenizer) -> tuple[int, ...]:
     """The one special token that the tokenizer puts before a text, if it does."""
     plain = inner.encode("a", add_special_tokens=False).ids
     full = inner.encode("a", add_special_tokens=True).ids
     if len(full) > len(plain) and full[1 : 1 + len(plain)] == plain and full[:1] != plain[:1]:
-        return int(full[0])
-    return None
+        return (int(full[0]),)
+    return ()
+
+
+def put_in_front(inner: tokenizers.Tokenizer, word: str) -> None:
+    """Have a tokenizer put a special token of its own in front of every text."""
+    from tokenizers import processors
+
+    inner.post_processor = processors.TemplateProcessing(
+        single=[word, "$A"], special_tokens=[(word, inner.token_to_id(word))]
+    )
 
 
 def ends_in(directory: Path, vocab: int) -> frozenset[int]:

@@ -21,6 +21,7 @@ from outsize.data.files import SourceFile, find_files
 from outsize.data.records import BadRecordError, records
 from outsize.data.sources import ReadLog, read_documents
 from outsize.data.template import template_text
+from outsize.data.tokenizer import put_in_front
 from outsize.errors import OutsizeError
 from outsize.texts import write_text
 
@@ -69,8 +70,9 @@ def make(
     inner.train_from_iterator(map(sample.kept, texts), trainer)
     if not sample.texts:
         raise OutsizeError(f"data in {', '.join(paths)} has no text; {log.summary()}")
+    put_in_front(inner, END)
     _write(inner.to_str(pretty=True), into)
-    tokens = sum(len(inner.encode(text).ids) for text in sample.texts)
+    tokens = sum(len(inner.encode(text).ids) - 1 for text in sample.texts)
     size = sum(len(text.encode()) for text in sample.texts)
     return Made(inner.get_vocab_size(), size / tokens, log)
 
@@ -82,7 +84,7 @@ def of_data(said: str, paths: tuple[str, ...], field: str, cache: Path) -> Path:
     if not number.isdecimal():
         raise OutsizeError(f"data.tokenizer is {said!r}; expected {OWN}IDS, as {OWN}2048")
     facts = [(str(one.path), one.size, one.mtime) for one in find_files(paths).files]
-    digest = hashlib.blake2b(repr((facts, field, number, _READ)).encode(), digest_size=12)
+    digest = hashlib.blake2b(repr((facts, field, number, _READ, END)).encode(), digest_size=12)
     place = cache / "tokenizers" / digest.hexdigest()
     if not (place / "tokenizer.json").is_file():
         part = place.with_name(f".{place.name}-{os.getpid()}")

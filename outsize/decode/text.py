@@ -56,14 +56,20 @@ class StopStrings:
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The tokens that a text begins with."""
     check_prompt(prompt)
-    return [tokenizer.start, *tokenizer.encode(prompt)]
+    return begun(tokenizer, tokenizer.encode(prompt))
 
 
 def many_ids(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
     """The same of several, of which Python is let go meanwhile."""
     for one in prompts:
         check_prompt(one)
-    return [[tokenizer.start, *ids.tolist()] for ids in tokenizer.encode_many(prompts)]
+    return [begun(tokenizer, ids.tolist()) for ids in tokenizer.encode_many(prompts)]
+
+
+def begun(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """The ids of a text behind what the tokenizer itself puts in front, as the model's other
+    programs read a prompt; of no text what documents of training begin with."""
+    return [*tokenizer.front, *ids] or [tokenizer.start]
 
 
 def check_prompt(prompt: str) -> None:

@@ -184,8 +184,7 @@ def _words(directory: Path) -> Words | None:
     if not (directory / "tokenizer.json").is_file():
         return None
     own = FileTokenizer.load(directory)
-    start = None if own.start == own.eos else own.start
-    return Words(own.content, start, own.eos, stored(directory))
+    return Words(own.content, own.front[0] if own.front else None, own.eos, stored(directory))
 
 
 def _file(model: Decoder, into: Path, kind: str, words: Words | None, name: str) -> list[str]:

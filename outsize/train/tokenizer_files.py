@@ -1,7 +1,8 @@
 """The tokenizer's files in a checkpoint, so that its directory is a whole Hugging Face model.
 
 Bytes are written as a tokenizer too: byte-level, without a merge, ids 0 to 255 the bytes
-themselves and 256 the end of a document. Whatever reads tokenizer.json reads bytes.
+themselves and 256 the end of a document, which stands in front of every text. Whatever reads
+tokenizer.json reads bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 from pathlib import Path
 
 from outsize.checkpoint.hub import copy_words
+from outsize.data.tokenizer import put_in_front
 from outsize.errors import OutsizeError
 
 END = "<|end|>"
@@ -43,6 +45,7 @@ def byte_tokenizer() -> str:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([AddedToken(END, special=True, normalized=False)])
+    put_in_front(inner, END)
     text: str = inner.to_str()
     return text
 

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from outsize.cli.main import main
 from outsize.data import FileTokenizer, open_tokenizer
+from outsize.decode.text import prompt_ids
 
 
 def called(*words: object) -> str:
@@ -150,6 +151,7 @@ def test_a_trained_tokenizer_is_the_same_each_time_and_loads_in_transformers(hom
     text = "the cat 日本語 \U0001f600\n\n<|im_start|>sat<|im_end|>"
     ids = ours.encode(text)
     assert ids == theirs.encode(text, add_special_tokens=False)
+    assert prompt_ids(ours, text) == theirs.encode(text) == [ours.eos, *ids], "as it is trained"
     assert theirs.decode(ids) == text and ours.eos == theirs.eos_token_id
     assert len(ours.encode("the cat sat on the mat")) < 12, "merges were learnt"
     said = messages(CHATS[0])

@@ -13,7 +13,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from outsize.data import ByteTokenizer, FileTokenizer, check_vocabulary, open_tokenizer
 from outsize.data.tokenizer import Tokenizer
+from outsize.decode.text import begun
 from outsize.errors import OutsizeError
+from outsize.train.tokenizer_files import write_tokenizer
 
 CORPUS = ["the cat sat on the mat, naïve café €5 \U0001f600", "def main():\n    return 1\n"] * 20
 TEXTS = ["the mat", "naïve €\U0001f600\U0001f601 x", "  two  spaces\n", "日本語", "a", "def cat"]
@@ -185,8 +187,11 @@ def test_agrees_with_transformers(tmp_path: Path) -> None:
 def test_start_is_what_the_tokenizer_puts_in_front_else_eos(tmp_path: Path) -> None:
     plain = FileTokenizer.load(byte_level(tmp_path / "plain"))
     with_bos = FileTokenizer.load(byte_level(tmp_path / "bos", bos=True))
-    assert (plain.start, plain.eos) == (1, 1)
-    assert (with_bos.start, with_bos.eos) == (0, 1)
+    assert (plain.start, plain.eos, plain.front) == (1, 1, ())
+    assert (with_bos.start, with_bos.eos, with_bos.front) == (0, 1, (0,))
+    write_tokenizer("bytes", tmp_path)
+    assert FileTokenizer.load(tmp_path).front == ByteTokenizer.front == (256,)
+    assert begun(plain, []) == [1] and begun(with_bos, []) == [0], "something is fed"
 
 
 @pytest.mark.parametrize(

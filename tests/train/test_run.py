@@ -84,7 +84,7 @@ def test_the_checkpoint_is_a_hugging_face_directory(runs, precision, approximate
     from outsize.checkpoint import hub
 
     ids = tokenizer("def walk(é):\n").input_ids
-    assert ids == list("def walk(é):\n".encode())
+    assert ids == [256, *"def walk(é):\n".encode()], "as documents begin in training"
     with torch.no_grad():
         ours = hub.load(last, torch.float32)(torch.tensor([ids]))
         assert torch.allclose(ours, theirs.float()(torch.tensor([ids])).logits, atol=1e-5)

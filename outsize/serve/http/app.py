@@ -309,7 +309,8 @@ def _tokens(app: FastAPI, serving: Serving) -> None:
     async def tokenize(asked: Text) -> Any:
         _check_model(serving, asked.model)
         (ids,) = await _all_ids(serving, [asked.prompt])
-        ids = ids if asked.add_special_tokens else ids[1:]
+        if not asked.add_special_tokens and isinstance(asked.prompt, str):
+            ids = await asyncio.to_thread(serving.text.encode, asked.prompt)
         return {"tokens": ids, "count": len(ids), "max_model_len": serving.engine.limit}
 
     @app.post("/detokenize", **answers(told.Words, *_BODY))
