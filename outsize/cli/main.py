@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import errno
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import click
@@ -38,27 +40,45 @@ COLLECT = (50_000, 20, 100)
 
 
 class _Group(click.Group):
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        with _one_line() if args else nullcontext():  # --help and --version print here
+            return super().make_context(info_name, args, parent, **extra)
+
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with _one_line():
             begun()
             gc.set_threshold(*COLLECT)
             atexit.register(gc.freeze)  # or Python looks them all through again before it leaves
             return super().invoke(ctx)
-        except OutsizeError as error:
-            message = str(error)
-        except click.NoSuchOption as error:
-            message = f"{error.format_message()}{_ours(error.option_name)}"
-        except click.UsageError as error:
-            message = error.format_message()
-        except OSError as error:  # of what is printed, where that goes to a file
-            if error.errno != errno.ENOSPC:
-                raise
-            message = f"{error.strerror}, where output or a file goes; free some space there"
-        except KeyboardInterrupt:
-            click.echo(NOTHING, err=True)
-            ctx.exit(INTERRUPTED)
-        click.echo(f"error: {' '.join(message.split())}", err=True)
-        ctx.exit(2)
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """What a user can mend is told in a line, and the command exits with code 2."""
+    try:
+        yield
+        return
+    except OutsizeError as error:
+        message = str(error)
+    except click.NoSuchOption as error:
+        message = f"{error.format_message()}{_ours(error.option_name)}"
+    except click.UsageError as error:
+        message = error.format_message()
+    except OSError as error:  # of what is printed, where that goes to a file
+        if error.errno != errno.ENOSPC:
+            raise
+        message = f"{error.strerror}, where output or a file goes; free some space there"
+    except KeyboardInterrupt:
+        click.echo(NOTHING, err=True)
+        raise click.exceptions.Exit(INTERRUPTED) from None
+    click.echo(f"error: {' '.join(message.split())}", err=True)
+    raise click.exceptions.Exit(2)
 
 
 def _ours(option: str) -> str:

@@ -114,7 +114,7 @@ def joined(
         dim = declared[ours[0]].joined
         sizes = [shapes[name][dim] for name in ours]
         return Stored(
-            tuple(ours), (theirs,), lambda x: x[0].split(sizes, dim), lambda x: (torch.cat(x, dim),)
+            tuple(ours), (theirs,), lambda x: x[0].split(sizes, dim), lambda x: (_cat(x, dim),)
         )
 
     return tuple(entry(theirs, ours) for theirs, ours in found.items())
@@ -264,6 +264,16 @@ def _widest(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (max(tensors, key=Tensor.numel),)
 
 
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """torch.cat, which on the meta device is a reference kernel that imports torch._dynamo."""
+    first = tensors[0]
+    if not first.is_meta:
+        return torch.cat(tuple(tensors), dim)
+    shape = list(first.shape)
+    shape[dim] = sum(x.shape[dim] for x in tensors)
+    return first.new_empty(shape)
+
+
 def _transpose(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(x.t().contiguous() for x in tensors)
 
@@ -291,9 +301,9 @@ def _fusion(
 
     def merge(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if fused.how == "rows":
-            whole = torch.cat(tensors)
+            whole = _cat(tensors)
         else:
-            whole = torch.stack([x.unflatten(0, (heads, -1)) for x in tensors], 1).flatten(0, 2)
+            whole = _cat([x.unflatten(0, (heads, 1, -1)) for x in tensors], 1).flatten(0, 2)
         return (whole.t().contiguous() if transposed else whole,)
 
     return split, merge

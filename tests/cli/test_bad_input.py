@@ -213,11 +213,19 @@ def test_an_output_that_may_not_be_written(home, invoke) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
 def test_an_output_whose_disk_is_full_is_said_in_one_line() -> None:
+    """By a command and by the group of commands, in a process of their own."""
+    told = (
+        "import sys\n"
+        "from outsize.cli.main import main\n"
+        "for words in (['new', '--help'], ['--help'], ['--version'], ['--bogus']):\n"
+        "    try: main(words)\n"
+        "    except SystemExit as end: print(end.code, file=sys.stderr)\n"
+    )
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "outsize", "new", "--help"]  # as quick as can be
+        command = [sys.executable, "-c", told]
         run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert run.returncode == 2
-    assert run.stderr.startswith("error: No space left on device") and run.stderr.count("\n") == 1
+    line = "error: No space left on device, where output or a file goes; free some space there"
+    assert run.stderr.splitlines() == [*[line, "2"] * 3, "error: No such option '--bogus'.", "2"]
 
 
 def test_two_runs_in_one_directory(home, invoke) -> None:
