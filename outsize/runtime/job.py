@@ -186,6 +186,8 @@ class Job(Stateful):
         self.ready(batch, weight, lr, rows)
         ran = self.method.play(self.loaded, begin)
         loss, norm = self.method.found()
+        if self.ledger is not None:
+            self.ledger.release(loss)  # the caller may keep it
         seconds = time.perf_counter() - begin
         scaling = self.method.scaling
         self.report = Report(float(loss), norm, count, seconds, ran, begin, scaling)
