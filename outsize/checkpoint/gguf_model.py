@@ -33,7 +33,6 @@ from outsize.models.decoder import Decoder
 from outsize.models.families import parse
 from outsize.models.names import layout
 
-SUFFIX = ".gguf"
 CACHE = Path("~/.cache/outsize/gguf")
 # By architecture; Mixtral's is llama's, with experts.
 _FAMILIES = {

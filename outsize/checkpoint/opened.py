@@ -48,10 +48,6 @@ class Checkpoint:
     def meta(self) -> Mapping[str, JSON]:
         return self.manifest.meta
 
-    def groups(self) -> tuple[str, ...]:
-        """The groups of tensors, in the order in which they were saved."""
-        return tuple(dict.fromkeys(group for group, _ in self.places))
-
     def names(self, group: str) -> tuple[str, ...]:
         """The tensors of a group, in the order in which they were saved; none if there is none."""
         return tuple(name for found, name in self.places if found == group)

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from outsize.data.open import DataConfig, source_of
-from outsize.data.source import Document, Source
+from outsize.data.source import Document
 from outsize.data.sources import ReadLog
 from outsize.data.tokenizer import Tokenizer, open_tokenizer
 from outsize.errors import OutsizeError, counted
@@ -91,7 +91,7 @@ def look(config: DataConfig, sequence: int, count: int) -> Overview:
         made.targets.append(kept.targets)
         made.cut.append(len(document.ids) - room)
         if len(made.shown) < count:
-            made.shown.append(_sample(document, kept, source, tokenizer))
+            made.shown.append(_sample(document, kept, tokenizer))
     if not made.lengths:
         paths = ", ".join(config.paths())
         raise OutsizeError(f"data in {paths} is empty: {made.log.summary()}")
@@ -103,7 +103,7 @@ def _within(document: Document, room: int) -> Document:
     return replace(document, ids=document.ids[:room], weights=weights)
 
 
-def _sample(document: Document, kept: Document, source: Source, tokenizer: Tokenizer) -> Sample:
+def _sample(document: Document, kept: Document, tokenizer: Tokenizer) -> Sample:
     weights = np.ones(len(document.ids)) if document.weights is None else document.weights
     room = len(kept.ids)
     marks = [("cut", 0.0)] * len(document.ids)

@@ -18,7 +18,6 @@ NARROW = (
 )  # products of layers; all else of the step is in bf16
 PRECISIONS = (*STORED, *NARROW)
 RUNS = ("fp32", "bf16")  # what this runtime has; others are foretold alone
-ATTENTION = ("flash", "flash1", "flash3", "triton", "fused", "plain")
 
 
 @dataclass(frozen=True)

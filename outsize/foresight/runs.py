@@ -390,11 +390,3 @@ def cluster_of(device: str, count: int, node: int, network: float) -> Cluster:
         return parse_spec(f"{each} x {device}")
     rate = f" @ {network}GB/s" if network else ""
     return parse_spec(f"{nodes} x {each} {device}{rate}")
-
-
-def sweeps(runs: list[Run]) -> Iterator[tuple[tuple[Any, ...], list[Run]]]:
-    """Runs that are compared with each other."""
-    found: dict[tuple[Any, ...], list[Run]] = {}
-    for run in runs:
-        found.setdefault(run.sweep, []).append(run)
-    yield from found.items()

@@ -92,13 +92,6 @@ class Cluster:
         """Whether its devices are of one kind, and as fast."""
         return all(group.device == self.groups[0].device for group in self.groups)
 
-    def between(self, first: int, second: int) -> float:
-        """B/s of one device from a node to another: as measured, else of the slowest level that
-        joins them."""
-        if self.rates:
-            return self.rates[first][second]
-        return min(group.levels[-1].bandwidth.value for group in self.groups)
-
     def placed(self, order: Sequence[int]) -> Cluster:
         """Its nodes in another order, which is that of the ranks on them."""
         if not self.rates:

@@ -1,7 +1,7 @@
 """Hardware: devices, memory tiers and links with their rates, as data.
 
-Every rate says what it counts, whether of dense or sparse maths, in one direction or both, and
-where and when it comes from, because catalogues mix these and a plan must not.
+Rates are of dense maths, and of links in one direction. Every rate says what it counts, and where
+and when it comes from, because catalogues mix these and a plan must not.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ class Rate:
     unit: Unit
     source: str
     date: str  # year-month-day; of the measurement, or of the table
-    sparsity: Literal["dense", "sparse"] = "dense"
-    direction: Literal["one", "both"] = "one"
     upto: float | None = None
     note: str = ""
 

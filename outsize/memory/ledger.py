@@ -100,7 +100,6 @@ class Ledger:
         self.live: dict[str, int] = dict.fromkeys(KINDS, 0)
         self.total = 0
         self.peak = 0  # highest total since reset_peak
-        self.peak_live: dict[str, int] = dict(self.live)  # by kind at that moment
         self.told: Callable[[Any, Any, Any, Any], None] | None = None
         self._kind: str | None = "workspace"
         self._held: dict[int, list[Any]] = {}  # by storage: weakref, in grains, kind, bytes
@@ -160,7 +159,7 @@ class Ledger:
         self.live[kind] += size
         self.total += size
         if self.total > self.peak:
-            self.peak, self.peak_live = self.total, dict(self.live)
+            self.peak = self.total
 
     def _forget(self, key: int) -> None:
         held = self._held.pop(key, None)
@@ -177,4 +176,4 @@ class Ledger:
 
     def reset_peak(self) -> None:
         """Start a new measurement of the peak from what is live now."""
-        self.peak, self.peak_live = self.total, dict(self.live)
+        self.peak = self.total

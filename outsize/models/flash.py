@@ -43,13 +43,12 @@ class Piece:
     """One kernel call: queries [start, stop) of documents against their keys [low, stop).
 
     first: token at which the first document begins; documents, length: how many of how many
-    tokens; padded: their length as the kernel sees it.
+    tokens.
     """
 
     first: int
     documents: int
     length: int
-    padded: int
     start: int
     stop: int
     low: int
@@ -91,11 +90,11 @@ def _calls(
 ) -> Iterator[Piece]:
     """One call for some documents; one a chunk of queries where a window is shorter."""
     if window is None or window >= length:
-        yield Piece(first, documents, length, padded, 0, padded, 0)
+        yield Piece(first, documents, length, 0, padded, 0)
         return
     for start, stop, low in chunks(padded, window):
         if start < length:
-            yield Piece(first, documents, length, padded, start, stop, low)
+            yield Piece(first, documents, length, start, stop, low)
 
 
 def _mask(piece: Piece, window: int | None, like: Tensor) -> Tensor | None:

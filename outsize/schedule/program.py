@@ -7,7 +7,7 @@ there is one class a place of the pipeline. Lists are kept once a class.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from outsize.schedule.schedule import Schedule
@@ -74,10 +74,3 @@ class Program:
     def own(self) -> Schedule:
         """The list of the worker that compiled the program: the first one."""
         return self.lists[0]
-
-    def changed(self, rank: int, schedule: Schedule) -> Program:
-        """The program in which one worker has another list, and no worker is a copy."""
-        which = list(self.which)
-        which[rank] = len(self.lists)
-        every = tuple(range(len(which)))
-        return replace(self, lists=(*self.lists, schedule), which=tuple(which), alike=every)

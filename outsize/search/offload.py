@@ -43,7 +43,6 @@ TRIES = 4  # a plan that misses the budget by what an estimate could not know is
 WIDE = (2, 4, 8)  # parts of a stage's update in the pool at once that are tried
 DEEP = (3, 4)  # stages in the pool at once that are tried once a plan is found, beside two
 WORTH = 0.99  # of the time: what is quicker by less is not worth another plan
-PAGE = 4096
 # How states pass, from what is quickest to what holds least: without a stage ahead nothing hides.
 PASSINGS = (Passing(), Passing(2, PART), Passing(1, PART))
 

@@ -32,14 +32,12 @@ Parts = Mapping[tuple[int, int], float]
 @dataclass(frozen=True)
 class Spilling:
     """made: the pipeline with its moves. kept, played: the step without and with them. moved: the
-    part of all activations that leaves, by worker. lives: by worker and stage, mean seconds from
-    the start of a forward to the end of the gradients."""
+    part of all activations that leaves, by worker."""
 
     made: Offloaded
     kept: Played
     played: Played
     moved: tuple[float, ...]
-    lives: Mapping[tuple[int, int], float]
 
     @property
     def slower(self) -> float:
@@ -119,7 +117,7 @@ def _tried(
                 if (action.stage, action.microbatch) in asked:
                     moved[worker] += chosen[worker, action.stage]
     parts = tuple(part / max(1, count) for part, count in zip(moved, every, strict=True))
-    return Spilling(made, kept, play(made.pipeline, times, moving, chosen), parts, lives)
+    return Spilling(made, kept, play(made.pipeline, times, moving, chosen), parts)
 
 
 def _chosen(

@@ -56,7 +56,7 @@ def export(directory: Path, to: str, into: Path, rank: str | None = None) -> lis
     if rank is not None:
         adapters.narrowed(model, _rank(found, rank))
     if kind == "peft":
-        return _peft(_plainer(model), found, into)
+        return _peft(_plainer(model), into)
     # What it computes: an adapter that was trained beside codes goes into what these stand for.
     model = adapters.merge(uncoded(model))
     _finite(model(probe(model)), found)
@@ -164,7 +164,7 @@ def _plainer(model: Decoder) -> Decoder:
     return model
 
 
-def _peft(model: Decoder, found: Path, into: Path) -> list[str]:
+def _peft(model: Decoder, into: Path) -> list[str]:
     adapters.save(model, into)
     base, coding = adapters.base_of(model), model.config.coding
     said = [f"{into}: adapter beside {base}", *compared(model, into)]

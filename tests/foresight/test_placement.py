@@ -148,7 +148,7 @@ def test_a_matrix_of_the_devices_of_one_machine_has_each_of_them_as_a_node(tmp_p
     path.write_text(yaml.safe_dump({"spec": "3xRTX-4090", "rates": rates, "unit": "GB/s"}))
     made = parse_spec(str(path))
     assert (made.nodes, made.groups[0].node, made.count) == (3, 1, 3)
-    assert made.between(0, 1) == 40e9
+    assert made.rates[0][1] == 40e9
 
 
 def test_ranks_are_those_of_the_plan_whoever_numbers_the_machines() -> None:

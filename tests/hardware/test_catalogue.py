@@ -58,7 +58,6 @@ def test_row(name: str) -> None:
     assert inside.bandwidth.value == pytest.approx(fabric * 1e9)
     assert between.bandwidth.value == pytest.approx(nodes * 1e9)
     rates = [*device.peak.values(), device.bandwidth, inside.bandwidth, between.bandwidth]
-    assert {(r.sparsity, r.direction) for r in rates} == {("dense", "one")}
     assert all(r.source and r.date for r in rates)
     if device.watts is not None:
         assert device.watts.unit == "W" and 50 < device.watts.value < 2000

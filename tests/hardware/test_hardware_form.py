@@ -49,8 +49,8 @@ def example() -> Hardware:
         name="a: device",
         kind="cpu",
         memory=rate(2**34, "B"),
-        peak={"fp32": rate(1e11), "int8": rate(2e11, sparsity="sparse")},
-        bandwidth=rate(4e10, "B/s", direction="both"),
+        peak={"fp32": rate(1e11), "int8": rate(2e11, upto=3e11)},
+        bandwidth=rate(4e10, "B/s", note="both ways"),
         count=3,
         visible=rate(2**33, "B"),
         measured=measured,
@@ -116,7 +116,7 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_defaults_may_be_left_out() -> None:
-    assert "sparsity" not in plain(rate(3.0), defaults=False)
+    assert "upto" not in plain(rate(3.0), defaults=False)
     assert typed.read(Rate, plain(rate(3.0), defaults=False), "rate") == rate(3.0)
 
 

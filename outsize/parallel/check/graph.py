@@ -47,17 +47,15 @@ class Node:
     outputs: tuple[int, ...]
     module: str
     site: Site | None = None
-    changes: int | None = None  # the input that an in-place operator overwrites
 
 
 @dataclass(frozen=True)
 class Graph:
     """Operators in the order in which they ran. inputs, outputs: of the whole module, tensors only;
-    parameters: by name, those that were used; structure: how the outputs were nested."""
+    parameters: by name, those that were used."""
 
     values: tuple[Value, ...]
     nodes: tuple[Node, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     parameters: Mapping[str, int]
-    structure: Any = None

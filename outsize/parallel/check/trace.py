@@ -93,14 +93,13 @@ class Recorder:
             return Ref(seen[-1])
 
         args, kwargs = tree_map_only(Tensor, refer, (args, dict(kwargs)))
-        changes = None if changed is None else self._index[id(changed)]
         module = self.path[-1]
         name = f"{op} in {module}" if module else op
         if op == "mark":
             name = self.values[seen[0]].name
         found = [t for t in tree_flatten(outs)[0] if isinstance(t, Tensor)]
         outputs = tuple(self.add(t, name) for t in found)
-        self.nodes.append(Node(op, run, args, kwargs, tuple(seen), outputs, module, site, changes))
+        self.nodes.append(Node(op, run, args, kwargs, tuple(seen), outputs, module, site))
         if changed is not None:
             self._spread(changed, outputs[0])
 
@@ -262,11 +261,10 @@ def trace(
             outs = functional_call(module, dict(weights), args, dict(kwargs or {}))
         else:
             outs = module(*args, **(kwargs or {}))
-    leaves, structure = tree_flatten(outs)
-    gave = tuple(recorder.index(t) for t in leaves if isinstance(t, Tensor))
+    gave = tuple(recorder.index(t) for t in tree_flatten(outs)[0] if isinstance(t, Tensor))
     named = {".".join(w for w in (root, n) if w): i for n, i in recorder.parameters.items()}
     values, nodes = tuple(recorder.values), tuple(recorder.nodes)
-    return Graph(values, nodes, given, gave, named, structure)
+    return Graph(values, nodes, given, gave, named)
 
 
 def _hook(stack: ExitStack, recorder: Recorder, part: nn.Module, path: str, known: bool) -> None:

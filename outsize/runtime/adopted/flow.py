@@ -107,7 +107,7 @@ class AdoptedFlow:
             for index, block in enumerate(self.blocks)
         ]
         self.segments = _segments(model, blocks, self._reach)
-        self.uses = _uses(model, self.blocks, self.segments, self._reach)
+        self.uses = _uses(self.blocks, self.segments, self._reach)
         self._below = any(stage.rest != Rest() for stage in plan.stages)
         self._away = self._elsewhere()
 
@@ -330,7 +330,7 @@ def _read_last(reach: Reach) -> frozenset[str]:
 
 
 def _uses(
-    model: nn.Module, blocks: Sequence[nn.Module], segments: Segments, reach: Reach | None
+    blocks: Sequence[nn.Module], segments: Segments, reach: Reach | None
 ) -> tuple[tuple[int, ...], ...]:
     """By segment: itself, owners of what its block shares with others, and of what the code before
     it reads: whatever is outside the blocks, where more is not known."""

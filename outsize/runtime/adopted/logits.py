@@ -167,7 +167,7 @@ def _kept(
     if name == "gather":
         return _gathered(linear, *args, **kwargs)
     if name == "logsumexp":
-        return _summed(func, linear, args, kwargs)
+        return _summed(linear, args, kwargs)
     return None
 
 
@@ -283,9 +283,7 @@ def _gathered(linear: Linear, dim: int, index: Tensor, **kwargs: Any) -> Tensor 
     return linear.asked(index, _taken)
 
 
-def _summed(
-    func: Callable[..., Any], linear: Linear, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Tensor | None:
+def _summed(linear: Linear, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """The logarithm of the sum over the vocabulary."""
     if len(args) != 1 or kwargs or not _last(linear, args[0]):
         return None

@@ -25,10 +25,9 @@ from outsize.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Proof:
-    """peaks: the most bytes on each worker's device tier. holders: the workers of each stage."""
+    """peaks: the most bytes on each worker's device tier."""
 
     peaks: tuple[int, ...]
-    holders: tuple[tuple[int, ...], ...]
 
 
 def prove(
@@ -47,8 +46,7 @@ def prove(
     """
     if isinstance(what, Schedule):
         if not _coarse(what):
-            peak = _Listed(what, "0", None).prove(budget, static)
-            return Proof((peak,), _holders([what]))
+            return Proof((_Listed(what, "0", None).prove(budget, static),))
         what = lifted(what, paths)
     used = sorted(set(what.which))
     peaks = {}
@@ -62,8 +60,7 @@ def prove(
         blocking(made) if isinstance(what.voices[0], CoarseVoice) else None for made in what.lists
     ]
     together(what, buffers, seen)
-    workers = [what.worker(rank) for rank in range(len(what.which))]
-    return Proof(tuple(peaks[index] for index in what.which), _holders(workers))
+    return Proof(tuple(peaks[index] for index in what.which))
 
 
 def _coarse(schedule: Schedule) -> bool:
@@ -139,11 +136,3 @@ def _once(program: Program) -> None:
             if count[s, m] != 1:
                 found = f"is on {count[s, m]} workers" if count[s, m] else "is missing"
                 raise OutsizeError(f"schedule: at its end: stage {s}, microbatch {m} {found}")
-
-
-def _holders(workers: Sequence[Schedule]) -> tuple[tuple[int, ...], ...]:
-    held: list[list[int]] = [[] for _ in range(workers[0].stages)]
-    for rank, schedule in enumerate(workers):
-        for stage in sorted({a.stage for a in schedule.workers[0] if a.kind.way == "forward"}):
-            held[stage].append(rank)
-    return tuple(map(tuple, held))
