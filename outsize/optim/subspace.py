@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from outsize.models.random import fill_normal, uniform
-from outsize.optim.declared import WHOLE, Shape
+from outsize.optim.declared import WHOLE, Shape, StateSpec
 from outsize.optim.optimizer import AdamW
 
+MOMENTS, PROJECTOR = ("exp_avg", "exp_avg_sq"), "projector"
 SEED = 0  # of projectors: names and updates tell them apart
 _SMALL = 1e-8  # beside norms that are divided by
 
@@ -81,6 +82,16 @@ class Subspaced:
     def takes(self, shape: tuple[int, ...]) -> bool:
         return takes(shape, self.settings.rank)
 
+    @property
+    def moments(self) -> tuple[StateSpec, ...]:
+        """Both of the subspace: numbers of K N for each matrix."""
+        return tuple(StateSpec(name, size=Long(self.settings.rank)) for name in MOMENTS)
+
+    @property
+    def projector(self) -> StateSpec:
+        """One that is kept: numbers of M K for each matrix."""
+        return StateSpec(PROJECTOR, size=Short(self.settings.rank))
+
 
 def one(shape: Shape) -> int:
     """A number for each matrix."""
@@ -96,13 +107,16 @@ class Matrix(NamedTuple):
     states: Mapping[str, Tensor]
     name: str
 
-    def wide(self, state: str) -> Tensor:
-        """A state of the subspace, (K, N)."""
-        return self.states[state].view(-1, self.gradient_MN.shape[1])
+    @property
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Both of the subspace, (K, N)."""
+        mean, square = (self.states[name].view(-1, self.gradient_MN.shape[1]) for name in MOMENTS)
+        return mean, square
 
-    def projector(self, state: str) -> Tensor:
-        """(M, K)"""
-        return self.states[state].view(self.gradient_MN.shape[0], -1)
+    @property
+    def projector(self) -> Tensor:
+        """The one that is kept, (M, K)."""
+        return self.states[PROJECTOR].view(self.gradient_MN.shape[0], -1)
 
     def move(self, towards_MN: Tensor, rate: float, decay: float) -> None:
         """Decay the weights by a part, and move them against a direction."""
@@ -158,10 +172,10 @@ def begins(step: int, gap: int) -> bool:
     return (step - 1) % gap == 0
 
 
-def adam(matrix: Matrix, low_KN: Tensor, own: AdamW, names: tuple[str, str]) -> Tensor:
+def adam(matrix: Matrix, low_KN: Tensor, own: AdamW) -> Tensor:
     """Move both moments by a gradient of the subspace; the direction (K, N), whose start is not
     corrected (`correction` does)."""
-    mean, square = (matrix.wide(name) for name in names)
+    mean, square = matrix.moments
     mean.lerp_(low_KN, 1 - own.betas[0])
     square.mul_(own.betas[1]).addcmul_(low_KN, low_KN, value=1 - own.betas[1])
     return mean / (square.sqrt() + own.eps)

@@ -23,7 +23,7 @@ from outsize.optim.optimizer import AdamW, Rates
 from outsize.registry import setting, technique
 
 NAME = "apollo"
-_MOMENTS, _LENGTH = ("exp_avg", "exp_avg_sq"), "length"
+_LENGTH = "length"
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,7 @@ class Apollo(subspace.Subspaced):
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
-        moments = (StateSpec(name, size=subspace.Long(self.settings.rank)) for name in _MOMENTS)
-        return (*moments, StateSpec(_LENGTH, size=subspace.one))
+        return (*self.moments, StateSpec(_LENGTH, size=subspace.one))
 
     def update(
         self, weights: Tensor, gradients: Tensor, state: Mapping[str, Tensor], rates: Rates
@@ -58,10 +57,10 @@ class Apollo(subspace.Subspaced):
         drawn = (rates.step - 1) // own.gap
         dim = 0 if own.scaling == "column" else None
         for matrix in subspace.matrices(weights, gradients, state, rates.name):
-            g_MN, rank = matrix.gradient_MN, len(matrix.wide(_MOMENTS[0]))
+            g_MN, rank = matrix.gradient_MN, len(matrix.moments[0])
             r_MK = subspace.gaussian(g_MN, rank, f"{matrix.name}.{drawn}")
             low_KN = r_MK.T @ g_MN
-            towards_KN = subspace.adam(matrix, low_KN, self.rest, _MOMENTS) * start
+            towards_KN = subspace.adam(matrix, low_KN, self.rest) * start
             scaled_MN = g_MN * subspace.ratio(towards_KN, low_KN, dim)
             last = matrix.states[_LENGTH]
             scaled_MN = subspace.growing(scaled_MN, last, own.growth, rates.step == 1)

@@ -19,7 +19,7 @@ from outsize.optim.optimizer import AdamW, Rates
 from outsize.registry import setting, technique
 
 NAME = "fira"
-_P, _MOMENTS, _LENGTH = "projector", ("exp_avg", "exp_avg_sq"), "length"
+_LENGTH = "length"
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,18 @@ class Fira(subspace.Subspaced):
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
-        rank = self.settings.rank
-        moments = (StateSpec(name, size=subspace.Long(rank)) for name in _MOMENTS)
-        length = StateSpec(_LENGTH, size=subspace.one)
-        return (StateSpec(_P, size=subspace.Short(rank)), *moments, length)
+        return (self.projector, *self.moments, StateSpec(_LENGTH, size=subspace.one))
 
     def update(
         self, weights: Tensor, gradients: Tensor, state: Mapping[str, Tensor], rates: Rates
     ) -> None:
         own, rate = self.settings, rates.lr * subspace.correction(self.rest, rates.step)
         for matrix in subspace.matrices(weights, gradients, state, rates.name):
-            p_MK, g_MN = matrix.projector(_P), matrix.gradient_MN
+            p_MK, g_MN = matrix.projector, matrix.gradient_MN
             if subspace.begins(rates.step, own.gap):
                 p_MK.copy_(subspace.leading(g_MN, p_MK.shape[1]))
             low_KN = p_MK.T @ g_MN
-            towards_KN = subspace.adam(matrix, low_KN, self.rest, _MOMENTS)
+            towards_KN = subspace.adam(matrix, low_KN, self.rest)
             others_MN = (g_MN - p_MK @ low_KN) * subspace.ratio(towards_KN, low_KN, dim=0)
             last = matrix.states[_LENGTH]
             others_MN = subspace.growing(others_MN, last, own.growth, rates.step == 1)

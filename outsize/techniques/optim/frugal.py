@@ -21,7 +21,6 @@ from outsize.optim.optimizer import AdamW, Rates
 from outsize.registry import setting, technique
 
 NAME = "frugal"
-_P, _MOMENTS = "projector", ("exp_avg", "exp_avg_sq")
 _MAKES: Mapping[str, Callable[[Tensor, int, str], Tensor]] = {
     "rows": subspace.chosen,
     "random": subspace.orthogonal,
@@ -52,10 +51,8 @@ class Frugal(subspace.Subspaced):
     @property
     def states(self) -> tuple[StateSpec, ...]:
         """Rows are drawn anew at each update, by a name; another projector is kept."""
-        rank = self.settings.rank
-        moments = tuple(StateSpec(name, size=subspace.Long(rank)) for name in _MOMENTS)
         kept = self.settings.subspace != "rows"
-        return (StateSpec(_P, size=subspace.Short(rank)), *moments) if kept else moments
+        return (self.projector, *self.moments) if kept else self.moments
 
     def update(
         self, weights: Tensor, gradients: Tensor, state: Mapping[str, Tensor], rates: Rates
@@ -66,20 +63,20 @@ class Frugal(subspace.Subspaced):
         for matrix in subspace.matrices(weights, gradients, state, rates.name):
             g_MN = matrix.gradient_MN
             if not since:
-                for name in _MOMENTS:
-                    matrix.states[name].zero_()
+                for moment in matrix.moments:
+                    moment.zero_()
             p_MK = self._projector(matrix, switch, fresh=not since)
             low_KN = p_MK.T @ g_MN
-            towards_KN = subspace.adam(matrix, low_KN, self.rest, _MOMENTS) * start
+            towards_KN = subspace.adam(matrix, low_KN, self.rest) * start
             others_MN = (g_MN - p_MK @ low_KN).sign_()
             towards_MN = (p_MK @ towards_KN).add_(others_MN, alpha=own.others)
             matrix.move(towards_MN, rates.lr, rates.lr * rates.weight_decay)
 
     def _projector(self, matrix: subspace.Matrix, switch: int, fresh: bool) -> Tensor:
-        kept = matrix.projector(_P) if _P in matrix.states else None
+        kept = matrix.projector if subspace.PROJECTOR in matrix.states else None
         if kept is not None and not fresh:
             return kept
-        rank, make = len(matrix.wide(_MOMENTS[0])), _MAKES[self.settings.subspace]
+        rank, make = len(matrix.moments[0]), _MAKES[self.settings.subspace]
         made = make(matrix.gradient_MN, rank, f"{matrix.name}.{switch}")
         return made if kept is None else kept.copy_(made)
 

@@ -20,7 +20,6 @@ from outsize.optim.optimizer import AdamW, Rates
 from outsize.registry import setting, technique
 
 NAME = "galore"
-_P, _MOMENTS = "projector", ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -42,19 +41,17 @@ class GaLore(subspace.Subspaced):
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
-        rank = self.settings.rank
-        moments = (StateSpec(name, size=subspace.Long(rank)) for name in _MOMENTS)
-        return (StateSpec(_P, size=subspace.Short(rank)), *moments)
+        return (self.projector, *self.moments)
 
     def update(
         self, weights: Tensor, gradients: Tensor, state: Mapping[str, Tensor], rates: Rates
     ) -> None:
         own, rate = self.settings, rates.lr * subspace.correction(self.rest, rates.step)
         for matrix in subspace.matrices(weights, gradients, state, rates.name):
-            p_MK, g_MN = matrix.projector(_P), matrix.gradient_MN
+            p_MK, g_MN = matrix.projector, matrix.gradient_MN
             if subspace.begins(rates.step, own.gap):
                 p_MK.copy_(subspace.leading(g_MN, p_MK.shape[1]))
-            towards_KN = subspace.adam(matrix, p_MK.T @ g_MN, self.rest, _MOMENTS)
+            towards_KN = subspace.adam(matrix, p_MK.T @ g_MN, self.rest)
             matrix.move(p_MK @ towards_KN, rate * own.scale, rates.lr * rates.weight_decay)
 
 
