@@ -177,6 +177,9 @@ class _Functions(TorchFunctionMode):
         if op == "linear":
             return _linear(recorder, *args, **kwargs)
         if op == "scaled_dot_product_attention":
+            if any(isinstance(x, Tensor) and not x.numel() for x in (*args, *kwargs.values())):
+                # PyTorch 2.11 divides by the number of heads, which ends the process
+                raise ValueError("attention of no heads")
             args, kwargs = with_mask(
                 args, kwargs, lambda mask: recorder.mark((recorder.path[-1], MASK), mask)
             )
