@@ -8,7 +8,8 @@ order: each module is first imported by a command that needs it. DIR gets progra
 `python`, first on COMMAND's PATH. What calls one is answered by a fork with its arguments,
 directory, environment, standard input and outputs, which gets its signals and whose exit code it
 has. Nothing else may differ: variables that PyTorch reads while it is imported are those that this
-process was started with. `python` without a script first becomes an interpreter of its own.
+process was started with, and modules are not taken apart at the end: a fork would copy all of them
+for it, a third of a second. `python` without a script first becomes an interpreter of its own.
 """
 
 from __future__ import annotations
@@ -171,6 +172,27 @@ def _as_python(words: list[str]) -> None:
     runpy.run_path(words[0], run_name="__main__")
 
 
+def _run(arguments: list[str]) -> None:
+    """What a fork was called for."""
+    program, *words = arguments
+    if Path(program).name == "python":
+        _as_python(words)
+        return
+    sys.argv = ["outsize", *words]
+    sys.path[0] = str(Path(sys.executable).parent)  # as a program that pip installed has it
+    from outsize.cli.main import main as outsize
+
+    outsize()
+
+
+def _leave(codes: list[int]) -> None:
+    """End at once where the exit code is known: last of all that is done at exit."""
+    if codes:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(codes[0])
+
+
 def _asked() -> tuple[Path, list[str], list[str]]:
     parser = argparse.ArgumentParser(description="Run a command with a warm `outsize`.")
     parser.add_argument("directory", type=Path)
@@ -181,6 +203,8 @@ def _asked() -> tuple[Path, list[str], list[str]]:
 
 
 def main() -> int:
+    codes: list[int] = []  # of a fork that has ended
+    atexit.register(_leave, codes)  # first, so that it is called last
     directory, modules, command = _asked()
     directory.mkdir(parents=True, exist_ok=True)
     place = str(directory / "calls")
@@ -201,16 +225,15 @@ def main() -> int:
     if arguments is None:
         return started.wait()
     atexit.register(_learn, learnt, tuple(sys.modules))
-    program, *words = arguments
-    if Path(program).name == "python":
-        _as_python(words)
-        return 0
-    sys.argv = ["outsize", *words]
-    sys.path[0] = str(Path(sys.executable).parent)  # as a program that pip installed has it
-    from outsize.cli.main import main as outsize
-
-    outsize()
-    return 0
+    try:
+        _run(arguments)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            raise
+        codes.append(int(end.code or 0))
+    else:
+        codes.append(0)
+    return codes[0]
 
 
 if __name__ == "__main__":

@@ -65,6 +65,26 @@ echo 'print(__name__)' | python
     )
 
 
+def test_a_fork_ends_as_python_does_but_takes_no_module_apart(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "class Held:\n    def __del__(self):\n        print('taken apart')\n\nheld = Held()\n"
+    )
+    (tmp_path / "a.py").write_text(
+        "import atexit, own, sys, threading\n"
+        "atexit.register(print, 'at exit')\n"
+        "threading.Timer(0.01, print, ['thread']).start()\n"
+        "sys.exit(*map(eval, sys.argv[1:]))\n"
+    )
+    words = ["", "3", "'\"a message\"'", "wrong"]
+    done = run(tmp_path, "; ".join(f"python a.py {word}; echo $?" for word in words))
+    ends = ["thread", "at exit"]
+    assert done.stdout.split("\n")[:-1] == [
+        *(*ends, "0"), *(*ends, "3"), *(*ends, "taken apart", "1"), *(*ends, "taken apart", "1")
+    ]  # fmt: skip
+    assert done.stderr.startswith("a message\nTraceback")
+    assert done.stderr.endswith("NameError: name 'wrong' is not defined\n")
+
+
 def test_a_fork_has_what_earlier_ones_imported_of_outsize_and_of_nothing_else(
     tmp_path: Path,
 ) -> None:
