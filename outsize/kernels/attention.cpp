@@ -480,6 +480,7 @@ void backward(const void* const* inputs, const int64_t* strides, const float* ls
 }  // namespace
 
 extern "C" {
+#if !defined(OUTSIZE_BACKWARD)
 
 // softcap 0: none.
 void outsize_attention(int dtype, const void* q, const void* k, const void* v,
@@ -499,6 +500,8 @@ void outsize_attention_share(int dtype, const void* q, const void* k, const void
     call(q, k, v, strides, rooms, o, lse, facts, bounds, 1, scale, softcap, Team(threads, index));
 }
 
+#else  // a library of its own: who serves does without
+
 // inputs: the gradient of the output, q, k, v and the output. gq, gk and gv are added to.
 void outsize_attention_backward(int dtype, const void* const* inputs, const int64_t* strides,
                                 const float* lse, float* gq, float* gk, float* gv,
@@ -508,4 +511,5 @@ void outsize_attention_backward(int dtype, const void* const* inputs, const int6
     call(inputs, strides, lse, gq, gk, gv, facts, bounds, documents, scale, softcap, threads);
 }
 
+#endif
 }  // extern "C"

@@ -26,17 +26,12 @@ void outsize_rms_norm(int, int, const void*, const void*, float, float, void*, f
 void outsize_rope(int, const void*, const int64_t*, const float*, const float*, int64_t, void*,
                   const int64_t*, int64_t, int, float, int);
 void outsize_gate(int, const void*, const void*, void*, int64_t, int);
-void outsize_rows_product(const void*, const Matrix*, void*, int64_t, int, int);
 int64_t outsize_eights_floats(const Matrix*, int64_t);
 void* outsize_eights_rows(const Matrix*, int64_t, float*);
 void outsize_eights_drop(void*);
 int outsize_eights_alike(const Matrix*, const Matrix*);
 void outsize_eights_round(int, const void*, void*, int64_t, int64_t);
 void outsize_eights_times(int, const void*, const Matrix*, void*, int, int);
-void outsize_pages_put(int, const void*, void*, void*, const int64_t*, int64_t, int64_t, int64_t);
-void outsize_pages_attend(int, const void*, const void*, const void*, const void*, const void*,
-                          void*, const int64_t*, const int64_t*, const int64_t*, const int64_t*,
-                          int64_t, float, float, int, int, void*);
 void outsize_attention_share(int, const void*, const void*, const void*, const int64_t*, const int64_t*,
                              void*, float*, const int64_t*, const int64_t*, float, float, int, int);
 }
@@ -51,6 +46,12 @@ constexpr int64_t LINE = 64;  // numbers: shares of flat tensors begin whole cac
 constexpr int64_t TILE = outsize::BLOCK;  // tokens of a tile of attention.cpp
 constexpr int AS_STORED = 0;  // a form of pages, as pages.cpp has it
 
+// Functions of other libraries, which one that serves without them need not have compiled.
+using Product = void(const void*, const Matrix*, void*, int64_t, int, int);  // of rows.cpp
+using Put = void(int, const void*, void*, void*, const int64_t*, int64_t, int64_t, int64_t);  // of pages.cpp
+using Attend = void(int, const void*, const void*, const void*, const void*, const void*, void*, const int64_t*,
+                    const int64_t*, const int64_t*, const int64_t*, int64_t, float, float, int, int, void*);
+
 struct Norm {
     const void* weight;  // null: none
     float eps, offset;
@@ -61,6 +62,9 @@ struct Layer {
     Norm attention, query, key, attention_out, mlp, mlp_out;
     Matrix q, k, v, o, gate, up, down;
     void *keys, *key_scales, *values, *value_scales;
+    Product* product;  // null where all weights have rows rounded
+    Put* put;
+    Attend* attend;
     int64_t heads, groups, head, value, window;
     int64_t rope;  // its table; -1: none
     float scale, softcap;
@@ -230,10 +234,10 @@ struct Run {
         if (!apart) meet();
     }
 
-    void product(const Matrix& w, const T* from, T* to) const {
+    void product(const Layer& l, const Matrix& w, const T* from, T* to) const {
         if (const Rounds::Format* format = rounds.of(w))
             return outsize_eights_times(DTYPE, format->rows, &w, to, team.count, team.index);
-        outsize_rows_product(from, &w, to, count, team.count, team.index);
+        l.product(from, &w, to, count, team.count, team.index);
     }
 
     // Queries or keys of this thread's tokens by head, normed and turned; spare: room for as many.
@@ -251,8 +255,8 @@ struct Run {
     }
 
     void put(const Layer& l, const T* from, void* data, void* scales, int64_t size) const {
-        outsize_pages_put(l.form, from + first * l.groups * size, data, scales,
-                          step.where + first, last - first, l.groups, size);
+        l.put(l.form, from + first * l.groups * size, data, scales,
+              step.where + first, last - first, l.groups, size);
     }
 
     void attend(const Layer& l, const Stretch& part, const T* q, T* to) const {
@@ -261,9 +265,9 @@ struct Run {
         to += first * l.heads * l.value;
         if (part.rooms.empty() || l.form != AS_STORED) {
             const int64_t sizes[] = {step.page, l.heads, l.groups, l.head, l.value, l.window, l.value};
-            outsize_pages_attend(l.form, q, l.keys, l.key_scales, l.values, l.value_scales, to,
-                                 step.tables, step.begins + first, step.positions + first, sizes, many,
-                                 l.scale, l.softcap, team.count, team.index, &joint);
+            l.attend(l.form, q, l.keys, l.key_scales, l.values, l.value_scales, to, step.tables,
+                     step.begins + first, step.positions + first, sizes, many, l.scale, l.softcap,
+                     team.count, team.index, &joint);
             return;
         }
         const int64_t facts[] = {many, l.heads, l.groups, l.head, l.value, l.window, past};
@@ -286,9 +290,9 @@ struct Run {
           *v = k + count * room.pairs;
         const T* from = norm(l.attention, x, normed, 1, room.hidden);
         ready({&l.q, &l.k, &l.v}, from);
-        product(l.q, from, q);
-        product(l.k, from, k);
-        product(l.v, from, v);
+        product(l, l.q, from, q);
+        product(l, l.k, from, k);
+        product(l, l.v, from, v);
         meet();
         by_head(l, l.query, q, spare, l.heads);
         T* others = spare + first * (l.heads - l.groups) * l.head;  // this thread's part of it
@@ -299,7 +303,7 @@ struct Run {
         for (const Stretch& part : parts) attend(l, part, q, spare);
         meet();
         if (round({&l.o}, spare)) meet();
-        product(l.o, spare, given);
+        product(l, l.o, spare, given);
         meet();
         add(l.attention_out);
     }
@@ -312,12 +316,12 @@ struct Run {
         T *gate = branch, *up = gate + all, *inner = up + all;
         const T* from = norm(l.mlp, x, normed, 1, room.hidden);
         ready({&l.gate, &l.up}, from);
-        product(l.gate, from, gate);
-        product(l.up, from, up);
+        product(l, l.gate, from, gate);
+        product(l, l.up, from, up);
         meet();
         outsize_gate(DTYPE, gate + begin, up + begin, inner + begin, end - begin, 1);
         ready({&l.down}, inner);
-        product(l.down, inner, given);
+        product(l, l.down, inner, given);
         meet();
         add(l.mlp_out);
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ class Layer(ctypes.Structure):
         *((name, NormOf) for name in (f"{name}_norm" for name in NORMS)),
         *((name, Matrix) for name in PRODUCTS),
         *((name, c_void_p) for name in ("keys", "key_scales", "values", "value_scales")),
+        *((name, c_void_p) for name in ("product", "put", "attend")),
         *((name, c_int64) for name in ("heads", "groups", "head", "value", "window", "rope")),
         ("scale", c_float),
         ("softcap", c_float),
@@ -52,11 +54,19 @@ class Layer(ctypes.Structure):
     keys: int | None
 
     def hold(self, keys: Pool, values: Pool) -> None:
-        """The pages that it puts keys and values in."""
+        """The pages that it puts keys and values in, and the passes that this takes."""
         self.form = keys.form.number
+        pages = native.paging(keys.dtype, keys.form.coded)
+        self.put, self.attend = map(_address, (pages.outsize_pages_put, pages.outsize_pages_attend))
+        if not all(getattr(self, name).eights for name in PRODUCTS):
+            self.product = _address(native.serving(keys.dtype).outsize_rows_product)
         self.keys, self.values = keys.data.data_ptr(), values.data.data_ptr()
         if keys.scales is not None and values.scales is not None:
             self.key_scales, self.value_scales = keys.scales.data_ptr(), values.scales.data_ptr()
+
+
+def _address(function: Any) -> int | None:
+    return ctypes.cast(function, c_void_p).value
 
 
 class _Step(ctypes.Structure):

@@ -1,7 +1,7 @@
 """Libraries of C++ passes: compiled where no process did before, kept, and loaded with ctypes.
 
-A library is compiled when one of its functions is first asked for: training needs a fifth of what
-all take. Processes that ask at once wait for the first of them.
+A library is compiled when one of its functions is first asked for: training and serving need a
+quarter each of what all take. Processes that ask at once wait for the first of them.
 """
 
 from __future__ import annotations

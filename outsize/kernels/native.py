@@ -37,16 +37,21 @@ CODES = {torch.float32: 0, torch.bfloat16: 1}  # the dtypes of native.cpp, by it
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)  # those of Triton's kernels
 
 _COMPILERS = ("g++", "c++", "clang++")  # g++ first: PyTorch's OpenMP runtime is its
-_ROWS = ("rows", "pages", "blocks", "heads")  # what serving computes, a library for each dtype
 _OF_DTYPE = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _LIBRARIES = {
-    "passes": Library(("attention", "blockwise", "native", "codes", "sparse", "normal", "draws")),
+    "passes": Library(("attention", "native", "codes", "draws")),
+    "training": Library(("attention", "blockwise", "sparse", "normal"), ("-DOUTSIZE_BACKWARD",)),
     "float64": Library(("attention64",)),
     "shared": Library(("shared",)),
     "eights": Library(("eights",)),
-    "float32": Library(_ROWS, ("-DOUTSIZE_DTYPE=0",), ("passes", "eights")),
-    "bfloat16": Library(_ROWS, ("-DOUTSIZE_DTYPE=1",), ("passes", "eights")),
 }
+for _name, _flag in (("float32", "-DOUTSIZE_DTYPE=0"), ("bfloat16", "-DOUTSIZE_DTYPE=1")):
+    _LIBRARIES |= {  # what serving computes; pages of codes apart, which most do without
+        f"blocks-{_name}": Library(("blocks",), (_flag,), ("passes", "eights")),
+        f"pages-{_name}": Library(("pages",), (_flag,)),
+        f"coded-{_name}": Library(("pages",), (_flag, "-DOUTSIZE_CODED")),
+        f"rows-{_name}": Library(("rows", "heads"), (_flag,)),
+    }
 
 # By library: result first, then arguments, as the sources declare them.
 _P, _I, _N, _F = c_void_p, c_int, c_int64, c_float
@@ -64,12 +69,14 @@ _SIGNATURES: dict[str, dict[str, Signature]] = {
         "exponential": (None, (_P, _P, _N)),
         "checksum": (c_uint64, (_P, _N)),
         "attention": (None, (_I, *[_P] * 8, _N, _F, _F, _I)),
+        "decode": (None, (_I, _P, _P, _I)),
+        "encode": (None, (_I, _P, _N, _N, _P)),
+    },
+    "training": {
         "attention_backward": (None, (_I, *[_P] * 8, _N, _F, _F, _I)),
         "sparse_mark": (None, (_I, _P, _N, _N, _P, _P, _I)),
         "sparse_pack": (None, (_I, _P, _N, _N, _P, _P, _P, _I)),
         "sparse_unpack": (_N, (_I, _P, _P, _P, _N, _N, _N, _P, _I)),
-        "decode": (None, (_I, _P, _P, _I)),
-        "encode": (None, (_I, _P, _N, _N, _P)),
         "normal": (None, (_I, _P, _N, _N, _P, c_double, _P, _I)),
         "blockwise_adam": (None, (_I, _I, *[_P] * 6, _N, _N, *[_P] * 3, _I, _I, _P, _I)),
     },
@@ -96,13 +103,20 @@ _SIGNATURES: dict[str, dict[str, Signature]] = {
         "shared_broadcast": (_I, (_P, _I, _P, _N, _I)),
     },
 }
-_SERVING: dict[str, Signature] = {  # of the library of a dtype
-    "rows_product": (None, (*[_P] * 3, _N, _I, _I)),
-    "heads_product": (None, (_I, _P, _P, _N, _P, *[_N] * 4, _I)),
+_PAGES: dict[str, Signature] = {
     "pages_attend": (None, (_I, *[_P] * 10, _N, _F, _F, _I, _I, _P)),
     "pages_put": (None, (_I, *[_P] * 4, *[_N] * 3)),
-    "blocks_work": (_N, (_P, _P, _N)),
-    "blocks": (None, (_P, _P, _N, _P, _P)),
+}
+_SERVING: dict[str, dict[str, Signature]] = {  # of libraries of a dtype
+    "rows": {
+        "rows_product": (None, (*[_P] * 3, _N, _I, _I)),
+        "heads_product": (None, (_I, _P, _P, _N, _P, *[_N] * 4, _I)),
+    },
+    "pages": _PAGES,
+    "blocks": {
+        "blocks_work": (_N, (_P, _P, _N)),
+        "blocks": (None, (_P, _P, _N, _P, _P)),
+    },
 }
 
 
@@ -113,8 +127,13 @@ class Passes(Functions):
         super().__init__(libraries, _SIGNATURES)
         self.libraries = libraries
         self.serving = {
-            dtype: Functions(libraries, {name: _SERVING}) for dtype, name in _OF_DTYPE.items()
+            dtype: Functions(libraries, {f"{what}-{name}": own for what, own in _SERVING.items()})
+            for dtype, name in _OF_DTYPE.items()
         }  # by dtype
+        self.coded = {
+            dtype: Functions(libraries, {f"coded-{name}": _PAGES})
+            for dtype, name in _OF_DTYPE.items()
+        }
 
 
 def reads(*tensors: Tensor, by: str = "") -> bool:
@@ -262,12 +281,23 @@ def serving(dtype: torch.dtype) -> Functions:
     return loaded().serving[dtype]
 
 
-def ready(weight: Tensor) -> None:
+def paging(dtype: torch.dtype, coded: bool) -> Functions:
+    """Those of pages for tensors of a dtype of CODES. coded: pages hold them otherwise."""
+    return loaded().coded[dtype] if coded else serving(dtype)
+
+
+def ready(weight: Tensor, rows: bool = True, coded: bool = False) -> None:
     """Have the passes of serving such weights loaded, compiled if need be: before anything is
-    timed, and before memory is full."""
-    name = _OF_DTYPE.get(weight.dtype)
-    if name is not None and weight.is_cpu:
-        load_named(name)
+    timed, and before memory is full. rows: products of rows that are not rounded are among them;
+    coded: pages hold numbers in another form."""
+    if weight.is_cpu:
+        load_serving(str(weight.dtype).removeprefix("torch."), rows, coded)
+
+
+def load_serving(name: str, rows: bool = True, coded: bool = False) -> None:
+    """The same by the name of a dtype."""
+    wanted = {"blocks": True, "pages": True, "coded": coded, "rows": rows}
+    load_named(*(f"{what}-{name}" for what, here in wanted.items() if here))
 
 
 def load_named(*names: str) -> None:

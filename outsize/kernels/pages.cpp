@@ -600,6 +600,11 @@ struct Lying {
 };
 
 enum Form { AS_STORED, NARROW, INT8, INT4 };
+#if defined(OUTSIZE_CODED)  // a library of its own: most serve without
+constexpr bool CODED = true;
+#else
+constexpr bool CODED = false;
+#endif
 
 // Of GROUP numbers or fewer, codes and their scale. Where one is no number, so is the scale.
 template <int BITS, class T>
@@ -646,8 +651,8 @@ void put(int form, const T* x, void* data, void* scales, const int64_t* where, i
     const int64_t row = groups * size;
     uint8_t* codes = static_cast<uint8_t*>(data);
     bfloat16* own = static_cast<bfloat16*>(scales);
-    if (form == INT8) return put_codes<8>(x, codes, own, where, tokens, groups, size);
-    if (form == INT4) return put_codes<4>(x, codes, own, where, tokens, groups, size);
+    if (CODED && form == INT8) return put_codes<8>(x, codes, own, where, tokens, groups, size);
+    if (CODED && form == INT4) return put_codes<4>(x, codes, own, where, tokens, groups, size);
     for (int64_t t = 0; t < tokens; ++t, x += row)
         if (form == AS_STORED)
             std::memcpy(static_cast<T*>(data) + where[t] * row, x, row * sizeof(T));
@@ -661,16 +666,14 @@ void attend(int form, const Pages& p, const void* queries, const Lying& k, const
             int64_t tokens, Team threads, Joint* joint) {
     const T* q = static_cast<const T*>(queries);
     T* out = static_cast<T*>(to);
-    switch (form) {
-        case AS_STORED:
-            return attend(p, q, k.stored<T>(), v.stored<T>(), out, tokens, threads, joint);
-        case NARROW:
-            return attend(p, q, k.stored<bfloat16>(), v.stored<bfloat16>(), out, tokens, threads, joint);
-        case INT8:
-            return attend(p, q, k.coded<8>(), v.coded<8>(), out, tokens, threads, joint);
-        default:
-            return attend(p, q, k.coded<4>(), v.coded<4>(), out, tokens, threads, joint);
-    }
+    if constexpr (!CODED)
+        return attend(p, q, k.stored<T>(), v.stored<T>(), out, tokens, threads, joint);
+    else if (form == NARROW)
+        return attend(p, q, k.stored<bfloat16>(), v.stored<bfloat16>(), out, tokens, threads, joint);
+    else if (form == INT8)
+        return attend(p, q, k.coded<8>(), v.coded<8>(), out, tokens, threads, joint);
+    else
+        return attend(p, q, k.coded<4>(), v.coded<4>(), out, tokens, threads, joint);
 }
 
 }  // namespace

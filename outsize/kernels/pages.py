@@ -37,6 +37,11 @@ class Form:
     dtype: torch.dtype | None = None
     bits: int = 0
 
+    @property
+    def coded(self) -> bool:
+        """Whether pages hold numbers otherwise than the model does."""
+        return self.number > 0
+
     def bytes(self, size: int, dtype: torch.dtype) -> int:
         """Of a head of so many numbers in a model of this dtype."""
         return sum(self.buffers(size, dtype))
@@ -100,7 +105,7 @@ class Pool:
         real = not isinstance(x_TGK, FakeTensor)
         if real and x_TGK.dtype is self.dtype and native.fits(x_TGK):
             scales = None if self.scales is None else self.scales.data_ptr()
-            native.serving(x_TGK.dtype).outsize_pages_put(
+            native.paging(self.dtype, self.form.coded).outsize_pages_put(
                 *(self.form.number, x_TGK.data_ptr(), self.data.data_ptr(), scales),
                 *(where_T.data_ptr(), *x_TGK.shape),
             )
@@ -185,7 +190,7 @@ def attend(
     window = EVERY if window is None else window
     sizes = native.numbers((keys.page, heads, keys.groups, size, values.size, window, values.row))
     held = (x for one in (keys, values) for x in (one.data, one.scales))
-    native.serving(q_THK.dtype).outsize_pages_attend(
+    native.paging(q_THK.dtype, keys.form.coded).outsize_pages_attend(
         *(keys.form.number, q_THK.data_ptr()),
         *(None if x is None else x.data_ptr() for x in held),
         *(o_THW.data_ptr(), *map(_address, (seen.tables, seen.begins, seen.positions))),

@@ -14,9 +14,6 @@
 #include "team.h"
 #include "tiles.h"
 
-extern "C" void outsize_eights_product(int, const void*, const outsize::Matrix*, void*, outsize::int64_t,
-                                       int, int);
-
 namespace {
 
 using namespace outsize;
@@ -415,7 +412,6 @@ extern "C" {
 // codes are of type Number. index: the share of one of `threads`, or -1.
 void outsize_rows_product(const void* x, const Matrix* w, void* y, int64_t tokens, int threads,
                           int index) {
-    if (w->eights) return outsize_eights_product(DTYPE, x, w, y, tokens, threads, index);
     any<Number>(x, *w, y, tokens, Team(threads, index));
 }
 

@@ -182,9 +182,11 @@ def by_codes(
 
 def _multiply(x: Tensor, weight: Matrix, y: Tensor) -> None:
     tokens = y.numel() // weight.outputs if weight.outputs else 0
-    native.serving(x.dtype).outsize_rows_product(
-        x.data_ptr(), weight.address, y.data_ptr(), tokens, native.threads(), -1
-    )
+    told = x.data_ptr(), weight.address, y.data_ptr(), tokens, native.threads(), -1
+    if weight.eights:
+        native.loaded().outsize_eights_product(native.CODES[x.dtype], *told)
+    else:
+        native.serving(x.dtype).outsize_rows_product(*told)
 
 
 def _allocate(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:

@@ -206,6 +206,11 @@ class DecoderConfig:
         return "" if self.wiring is None else self.wiring.key
 
     @property
+    def rounded(self) -> bool:
+        """Whether all rows are rounded to 8 bits before weights multiply them."""
+        return self.coding is not None and self.coding.head is not None and self.coding.eights != ""
+
+    @property
     def virtual(self) -> int:
         """Virtual tokens that every document begins with: the adapter's."""
         if self.adapter is None:

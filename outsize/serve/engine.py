@@ -24,6 +24,7 @@ from outsize.decode.paged import Part
 from outsize.errors import OutsizeError, counted
 from outsize.hardware.host import gather_huge
 from outsize.kernels import native, rows
+from outsize.kernels.pages import AS_STORED
 from outsize.launch.heartbeat import Heartbeat
 from outsize.models.decoder import typed
 from outsize.models.layout import prompted
@@ -89,7 +90,7 @@ class Engine:
     ) -> None:
         assert (below is None) == (not room.below), "the room says how many pages may lie below"
         weight = model.prologue.tokens.weight
-        native.ready(weight)
+        native.ready(weight, not model.config.rounded, room.cache != AS_STORED)
         self.model, self.room, self.below = model, room, below
         self.steps = Steps(model, room, session, pulse)
         left = [one for block in typed(model.blocks) for one in block.mixer.states(weight.dtype)]

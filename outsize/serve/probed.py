@@ -46,7 +46,7 @@ def priced(model: Decoder, budget: int, context: int) -> Price:
     stages = range(len(model.blocks) + 2)
 
     def holds(known: Price) -> bool:
-        native.ready(model.prologue.tokens.weight)
+        native.ready(model.prologue.tokens.weight, not model.config.rounded)
         run = runs_of(model) or each_alone
         few = timed(model, stages[1:-1])
         for count, then in known.blocks.points:
@@ -70,7 +70,7 @@ def probed(
     from outsize.serve.around import around  # which takes steps, and times these too
 
     weight = model.prologue.tokens.weight
-    native.ready(weight)
+    native.ready(weight, not model.config.rounded)
     for spans in scattered(model):
         gather_huge(spans)  # where steps read them a sixth faster
     found = computing(model, here, budget, context, reading)

@@ -61,11 +61,11 @@ def ready_of(
     data = data_of(setup, console, worker_group)
     stream = streamed(setup, data).stream
     setup = _long_enough(setup, stream, at)
-    if setup.device.type == "cpu" and (
-        setup.plan.precision.invariant
-        or (setup.plan.budget is not None and setup.config.sample.tokens)
-    ):  # no compiler needs memory once the budget is used
-        native.load_named(setup.plan.precision.compute)
+    if setup.device.type == "cpu":  # before anything is timed, and memory full
+        native.load_named("training")
+        drawn = setup.plan.budget is not None and setup.config.sample.tokens
+        if setup.plan.precision.invariant or drawn:
+            native.load_serving(setup.plan.precision.compute)
     with console.status("predicting the time of a step"):
         setup = noted(setup, "rates")
         timed = calibrated(setup, stream, worker_group)

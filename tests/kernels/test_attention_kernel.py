@@ -228,6 +228,7 @@ def test_other_vectors_give_the_same_numbers(flags, tmp_path, monkeypatch):
     own, so that the compiler need not look for any: -O1 takes half the time."""
     monkeypatch.setattr(building, "_TUNED", {platform.machine(): (*flags, "-O1")})
     only = {**native._LIBRARIES, "passes": building.Library(("attention",))}
+    only["training"] = building.Library(("attention",), native._LIBRARIES["training"].flags)
     monkeypatch.setattr(native, "_LIBRARIES", only)
     other = native.load(COMPILER, tmp_path)
     assert other is not None

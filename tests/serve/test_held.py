@@ -3,6 +3,7 @@ the weights are; bf16."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from outsize.cli.generate import opened
 from outsize.cli.main import main
 from outsize.collectives import World, along, parse_mesh
 from outsize.errors import OutsizeError
-from outsize.kernels import rows
+from outsize.kernels import native, rows
 from outsize.models.build import build
 from outsize.models.coding import as_stored, asked, decoded, format_of, held
 from outsize.models.decoder import Decoder
@@ -102,6 +103,26 @@ def test_rounded_rows_are_said_served_alike_and_near(stored: Path) -> None:
         logits = model(torch.tensor([IDS]))[0].log_softmax(-1)
     plain = logits[:-1].gather(-1, torch.tensor(IDS[1:])[:, None])[:, 0]
     assert torch.tensor(found).allclose(plain, rtol=0, atol=1e-5)
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
+def test_what_serving_does_not_use_is_not_compiled(
+    stored: Path, kernels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rounded rows no products of others, of pages as stored no other form of them."""
+    compiler = next(filter(None, map(shutil.which, native._COMPILERS)))
+    base = {"passes", "eights", "blocks-float32", "pages-float32"}
+    for weights, cache, more in (
+        ("int8:32+head+a8", "as-stored", set[str]()),
+        ("int8:32+a8", "int8", {"rows-float32", "coded-float32"}),
+    ):
+        fresh = native.load(compiler, kernels)
+        assert fresh is not None
+        monkeypatch.setattr(native, "library", lambda fresh=fresh: fresh)
+        with outsize.engine(stored, weights=weights, cache=cache, context=32) as engine:
+            before = set(fresh.libraries._open)
+            assert engine.generate([IDS], max_tokens=3) and list(engine.logprobs(IDS))
+        assert before == set(fresh.libraries._open) == base | more
 
 
 def test_outliers_are_said_and_are_a_tokens_own(stored: Path) -> None:
