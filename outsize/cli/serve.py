@@ -207,7 +207,7 @@ class _Served:
         from outsize.serve.engine import Engine
         from outsize.serve.http.listening import socket_of
         from outsize.serve.http.run import run
-        from outsize.serve.policies import chosen
+        from outsize.serve.policies import chosen, unkept_by
         from outsize.serve.room import served
 
         pack(model)
@@ -222,7 +222,8 @@ class _Served:
             return
         if pulse is not None:
             pulse.at("serving")
-        lines, text = plan.lines(), text or tokenizer_in(found, self.tokenizer, model.config)
+        lines = [*plan.lines(), *unkept_by(self.policy, plan.room.slo)]
+        text = text or tokenizer_in(found, self.tokenizer, model.config)
         for line in lines:
             click.echo(line)
         with listening or socket_of(self.host, self.port) as here:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from outsize.serve.policies import SLICING, Slicing, by_turns
+from outsize.serve.policies import SLICING, Slicing, by_turns, prompt_first
 from outsize.serve.request import Request, Shares, load_of
 from outsize.serve.slo import Fits, Load, spans, wait
 from outsize.serve.waiting import Waiting
@@ -33,7 +33,11 @@ def until_first(line: Line, tokens: int, owner: str = "") -> float:
     """Seconds until the first token of a prompt of so many, of an owner."""
     some = _ahead(line, tokens, owner) if _slicing(line).shared else line.requests.values()
     loads = [*_loads(line, some), Load(tokens + line.beside, 0.0)]
-    return line.drift.slowest * wait(line.room.price, loads, _fits(line))
+    fits = _fits(line)
+    first = wait(line.room.price, loads, fits)
+    if line.policy is prompt_first:  # as far as a promise leaves it so
+        first = max(first, wait(line.room.price, loads, fits._replace(apart=True)))
+    return line.drift.slowest * first
 
 
 def _ahead(line: Line, tokens: int, owner: str) -> Iterator[Request]:

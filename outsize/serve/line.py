@@ -16,7 +16,7 @@ from outsize.serve.asks import Ask, Counts, Deliver, End, Full, Room
 from outsize.serve.awaited import full, until_first, until_room
 from outsize.serve.drafts import Drafter
 from outsize.serve.pages import books_of
-from outsize.serve.policies import Policy, Step, View, first_come
+from outsize.serve.policies import Policy, Step, View, first_come, in_time
 from outsize.serve.price import Piece
 from outsize.serve.request import Draws, Feed, Regime, Request, Shares, foretold
 from outsize.serve.slo import Drift, limits, shown
@@ -129,7 +129,7 @@ class Line:
         self.cancelled.clear()
         budget, self.slots = _of_step(self, self._drafter is not None)
         view, going = _view(self, self.queue, budget), bool(self.going)
-        found = self._composed(self.policy(view), budget, alike)
+        found = self._composed(in_time(self.policy, view), budget, alike)
         if not self.order and going:  # who is wanted lacks what others have
             found = self._composed(first_come(_view(self, Queue(), budget)), budget, alike)
         price, more = self.room.price, self.draws.more(one.request for one in found if one.draws)
@@ -378,5 +378,5 @@ def _view(line: Line, queue: Queue, budget: int) -> View:
     room, now = line.room, line.clock()
     return View(
         line.going, line.drawing, queue, budget, line.slots, now, room.price, room.slo,
-        line.shares.had,
+        line.shares.had, line.drift.slowest,
     )  # fmt: skip

@@ -51,7 +51,7 @@ class View:
     """going: by key, those that have begun, in the order in which they came; drawing: keys of those
     of them whose prompt is through; queue: the others; budget: tokens of a step at most; slots:
     requests that may have begun at once; now: seconds of the clock; shares: by owner, what he has
-    had of late, in tokens."""
+    had of late, in tokens; slowest: times what is foretold that few steps take longer than."""
 
     going: Mapping[int, Going]
     drawing: Collection[int]
@@ -62,6 +62,7 @@ class View:
     price: Price = FREE
     slo: Slo = NONE
     shares: Mapping[str, float] = field(default_factory=dict)
+    slowest: float = 1.0
 
     @property
     def free(self) -> int:
@@ -90,6 +91,16 @@ def chosen(name: str, slo: Slo) -> Policy:
             f" Python policy='{name}:ttft=500ms,tpot=50ms'), or by another policy"
         )
     return found
+
+
+def unkept_by(name: str, slo: Slo) -> list[str]:
+    """Lines of what a policy does not keep of what is promised, none where it keeps all."""
+    if POLICIES.get(name) is not feedback or slo.ttft == math.inf or slo.tpot < math.inf:
+        return []
+    return [
+        f"{slo} is not kept by {name} for long prompts, which join further down: promise tpot"
+        " beside it, with which nobody is interrupted, or serve by another policy"
+    ]
 
 
 def first_come(view: View) -> Step:
@@ -227,6 +238,35 @@ def by_turns(
         heads[owner] = next(queues[owner], -1)
         if heads[owner] < 0:
             del heads[owner]
+
+
+def in_time(policy: Policy, view: View) -> Step:
+    """What a policy says, but where somebody's next token would be later than is promised: a step
+    that leaves him out, and a token of each behind it, end after that, or it interrupts one who
+    draws. Then everybody's next token and slices of prompts, as mixed."""
+    fed = policy(view)
+    if view.slo.tpot == math.inf:
+        return fed
+    left = [key for key in view.drawing if not fed.get(key)]
+    if not left:
+        return fed
+    begin = sum(count > 0 and key not in view.going for key, count in fed.items())
+    due = min(_due(view.going[key], view.slo) for key in left)
+    if begin > max(0, view.free) or view.now + view.slowest * _until_all(view, fed) > due:
+        return mixed(view)
+    return fed
+
+
+def _until_all(view: View, fed: Step) -> float:
+    """Seconds of a step, and of one behind it that feeds a token of each who draws."""
+    price, going = view.price, view.going
+    some = [
+        (going[key].start if key in going else view.queue[key].start, count, True)
+        for key, count in fed.items()
+        if count
+    ]
+    each = [(going[key].start, 1, True) for key in view.drawing]
+    return price.step(*price.seen(some)) + price.step(*price.seen(each))
 
 
 def _tokens(view: View, key: int) -> int:

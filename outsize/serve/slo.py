@@ -112,12 +112,13 @@ class Load(NamedTuple):
 
 class Fits(NamedTuple):
     """What steps hold. budget: tokens at most; slots: requests that go at once; tpot: seconds at
-    most; alone: no step feeds two prompts."""
+    most; alone: no step feeds two prompts; apart: none that feeds prompts feeds who draws."""
 
     budget: int
     slots: int
     tpot: float = math.inf
     alone: bool = False
+    apart: bool = False
 
 
 def wait(price: Price, loads: Sequence[Load], fits: Fits) -> float:
@@ -130,7 +131,8 @@ def spans(price: Price, loads: Sequence[Load], fits: Fits) -> list[tuple[float, 
     its first token, at the end of a step; of those that go come first. Prompts are fed one after
     another in whole steps, in the order of their coming, beside the tokens of those before them;
     who waits for a slot has it when the first of those before it ends, and meanwhile steps feed
-    nobody's prompt, and are short."""
+    nobody's prompt, and are short. Where prompts are fed apart who draws comes no further then, and
+    one that has waited for its slot is in a step of its own."""
     going = [one for one in loads if one.begun]
     drawing = [one for one in going if not one.prompt]
     waiting = sorted((x for x in loads if x.prompt), key=lambda x: not x.begun)
@@ -138,21 +140,30 @@ def spans(price: Price, loads: Sequence[Load], fits: Fits) -> list[tuple[float, 
     ends, free = [one.new for one in drawing], max(0, fits.slots - len(going))
     heapq.heapify(ends)
     steps, now, found = 0.0, 0.0, list[tuple[float, float]]()
+    parts = 0.0  # of steps that feed prompts apart
     for one in waiting:
         while ends and ends[0] <= steps:
             heapq.heappop(ends)
             free += 1
-        if not (one.begun or free):
+        waits = not (one.begun or free)
+        if waits:
             short = steps_of.short(len(ends))
             at = heapq.heappop(ends) if ends else steps
             steps, now, free = at, now + (at - steps) * short, 1
         free -= not one.begun
-        left, full = steps_of.full(len(ends))
+        if waits and fits.apart:
+            begins, now = now, now + price.alone(one.prompt, fits.budget)
+            heapq.heappush(ends, steps + one.new)
+            found.append((begins, now))
+            continue
+        left, full = steps_of.full(0 if fits.apart else len(ends))
         begins, takes = now, one.prompt / left
         takes = math.ceil(takes) if fits.alone else takes
-        steps, now = steps + takes, now + takes * full
+        now += takes * full
+        steps, parts = (steps, parts + takes) if fits.apart else (steps + takes, parts)
         heapq.heappush(ends, steps + one.new)
-        found.append((begins, now + (math.ceil(steps - _ROUNDED) - steps) * full))
+        begun = parts if fits.apart else steps
+        found.append((begins, now + (math.ceil(begun - _ROUNDED) - begun) * full))
     return found
 
 

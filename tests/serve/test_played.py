@@ -80,7 +80,9 @@ def model() -> Model:
     return Model(build(parse({**SMALL, "model_type": "llama", "num_hidden_layers": 1}), seed=3))
 
 
-@pytest.mark.parametrize("policy", ["mixed", "decode-maximal", "deadline"])
+@pytest.mark.parametrize(
+    "policy", ["mixed", "decode-maximal", "deadline", "prompt-first", "feedback"]
+)
 def test_who_is_let_in_is_in_time(policy: str) -> None:
     """Ten times what is borne: who is refused is told when to come, and the others have their first
     token and all further ones as is promised, while as many as may go are there."""

@@ -18,7 +18,7 @@ from outsize.serve import request as requests
 from outsize.serve.asks import Ask, End, Full, Room, Token
 from outsize.serve.awaited import full
 from outsize.serve.line import Line
-from outsize.serve.policies import POLICIES, View, chosen, parse_policy
+from outsize.serve.policies import POLICIES, View, chosen, in_time, parse_policy, unkept_by
 from outsize.serve.price import Curve, Price
 from outsize.serve.request import Shares
 from outsize.serve.slo import NONE, Drift, Fits, Load, Slo, limits, parse_slo, unkept, wait
@@ -268,6 +268,29 @@ def test_a_wait_is_foretold() -> None:
     assert wait(flat, [going, me], Fits(20, 1)) == pytest.approx(30 * 0.01 + flat.step(20, 1, 0))
     assert wait(flat, [going, me], Fits(20, 2)) == pytest.approx(2 * full)
     assert wait(flat, [going, me], Fits(20, 2, 0.0155)) == pytest.approx(2 * flat.step(15, 2, 0))
+    # Apart from who draws: he comes no further beside prompts, which are whole where there is room.
+    slots = [Load(0, 3.0, 100, True), Load(20, 9.0, 0, True), Load(10, 1.0), me]
+    assert wait(flat, slots, Fits(40, 4, apart=True)) == pytest.approx(flat.step(40, 1, 0) * 2)
+    behind = flat.step(40, 1, 0) / 2 + 3 * 0.01 + flat.step(10, 1, 0) + 0.01 + flat.step(20, 1, 0)
+    assert wait(flat, slots, Fits(40, 2, apart=True)) == pytest.approx(behind)
+
+
+def test_no_policy_leaves_out_whom_that_makes_late() -> None:
+    """Whoever draws is in the step where it, and one behind it, would end too late for him; and
+    nobody who draws is interrupted. Where nothing of it is promised the policy says."""
+    here = [Waiting(key, 1, 3, 0.0, 0.0, 0.95, 1.0) for key in (0, 1)]
+    now = replace(view(here, [Waiting(2, 40)], budget=30), now=1.0)
+    first, mixed = POLICIES.get("prompt-first"), POLICIES.get("mixed")
+    fed = {0: 0, 1: 0, 2: 30}
+    for some in (replace(now, slo=Slo(1.0)), replace(now, slo=Slo(tpot=0.3))):
+        assert in_time(first, some) == first(some) == fed
+    for some in (replace(now, slo=Slo(tpot=0.1)), replace(now, slo=Slo(tpot=0.2), slowest=3.0)):
+        assert in_time(first, some) == mixed(some) != first(some) == fed
+    full, levels = replace(now, slots=2), POLICIES.get("feedback")
+    assert in_time(levels, replace(full, slo=Slo(1.0))) == {2: 29, 0: 1, 1: 0}
+    assert in_time(levels, replace(full, slo=Slo(tpot=9.0))) == {0: 1, 1: 1}
+    assert unkept_by("feedback", Slo(1.0))[0].startswith("ttft=1s is not kept by feedback for long")
+    assert not [*unkept_by("feedback", Slo(1.0, 1.0)), *unkept_by("mixed", Slo(1.0))]
 
 
 def step(line: Line) -> None:
