@@ -110,6 +110,7 @@ class Elsewhere:
         if name is None:
             raise OutsizeError("no model; expected as `outsize plan llama3-70b --hardware SPEC`")
         cluster = parse_spec(self.hardware or "")
+        frozen, sets = _parted(name, sets)
         asked, tokens = self._asked(sets, places, cluster)
         if is_factory(name):
             from outsize.cli.elsewhere_module import module_of
@@ -119,6 +120,10 @@ class Elsewhere:
             raise OutsizeError(
                 f"train.batch_tokens is {tokens}; expected {asked.sequence} or more, a row"
             )
+        elif frozen:
+            from outsize.cli.elsewhere_tuned import tuned_of
+
+            asked, shape = tuned_of(name, cluster, asked, frozen, out is not None)
         else:
             shape = shape_of(name)
         asked = replace(asked, carried_out=out is not None)
@@ -243,6 +248,17 @@ def _nothing_fits(name: str, shape: Shape, asked: Asked, cluster: Cluster, made:
 # -- what is asked ---------------------------------------------------------------------------------
 
 
+def _parted(name: str, sets: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Keys that say what is frozen, and the others. OutsizeError for some of a factory's module."""
+    from outsize.cli.elsewhere_tuned import freezes
+    from outsize.foresight.named import is_factory
+
+    frozen = tuple(one for one in sets if freezes(one.partition("=")[0]))
+    if frozen and is_factory(name):
+        raise OutsizeError(f"{frozen[0]} of {name}: a factory's module says what is trained")
+    return frozen, tuple(one for one in sets if one not in frozen)
+
+
 def _values(sets: tuple[str, ...]) -> dict[str, Any]:
     """Of KEY=VALUE, each of a key that a forecast asks."""
     import yaml
@@ -319,7 +335,7 @@ def _write(
     if path is None or plan is None:
         return
     file = PlanFile(plan, model=name, parameters=parameters)
-    if name in PRESETS:
+    if name in PRESETS and not parameters:
         file = file_of(plan, name, parse(PRESETS[name]))
     moved = machines if list(machines) != sorted(machines) else ()
     write_plan(path, replace(file, machines=moved))

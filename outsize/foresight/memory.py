@@ -146,12 +146,7 @@ def _of_module(shape: Shape, module: Module, lay: Layout, place: int, reserves: 
     meanwhile += module.crossed(lay, place, live)
     if reserves.batches:
         meanwhile += int(module.batch(lay) * max(0.0, 1 - live / lay.microbatches))
-    gathered, (block, *outside) = 0, module.largest(lay)
-    if lay.shards > 1:
-        # Of two blocks at once, and of what the code around the blocks may read at any time.
-        whole = [block] * resting.RESIDENT + outside
-        sizes = float(stored(lay)), lay.stack.gradients
-        gathered = sum(resting.room(n * size) for n in whole for size in sizes)
+    gathered = module.gathered(lay) if lay.shards > 1 else 0
     made = Memory(states, kept + meanwhile, 0.0, float(gathered), _axes(lay))
     return made if lay.resting == Resting() else _rested(shape, lay, made, kept)
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from outsize.errors import OutsizeError
 from outsize.foresight.layout import Layout, stored
 from outsize.foresight.links import seconds
+from outsize.foresight.resting import RESIDENT, ROOM, room
 from outsize.plan.spread import share
 
 if TYPE_CHECKING:  # which has torch, as a shape by name has not
@@ -46,7 +47,9 @@ class Module:
     those that are frozen, on one of so many workers of the tensor axis. uses: segments whose
     parameters a segment reads. crossing: bytes of a row that go on behind each segment. left: why
     an axis is not taken, by its name. note: what was assumed of the module; digest: of its
-    parameters, as plan files have it."""
+    parameters, as plan files have it; tensors: how many these are. native: a decoder of this
+    package with frozen parts, whose segments are gathered in turn; buffers: that parameters of a
+    segment lie in, beside one of those that are trained and one of those that are frozen."""
 
     name: str
     blocks: int
@@ -58,6 +61,8 @@ class Module:
     note: str = ""
     digest: str = ""
     tensors: int = 0
+    native: bool = False
+    buffers: int = 0
 
     # -- a worker ----------------------------------------------------------------------------------
 
@@ -87,6 +92,21 @@ class Module:
         """Parameters of the largest block, and of what lies before and behind the blocks."""
         sizes = [sum(each) for each in self.parameters(lay.tensor)]
         return max(sizes[1:-1]), sizes[0], sizes[-1]
+
+    def gathered(self, lay: Layout) -> int:
+        """Bytes of weights, and of gradients of those that are trained, that are whole for a while
+        where workers cut them: of two segments at once, or of two blocks and all around them, whose
+        code may read its own at any time."""
+        parts = self.parameters(lay.tensor)
+        weights = [sum(room(stored(lay) * n) for n in each) + self.buffers * ROOM for each in parts]
+        gradients = [room(lay.stack.gradients * own) for own, _ in parts]
+        found = 0
+        for first, *blocks, last in (weights, gradients):
+            if self.native:
+                found += max(map(sum, pairwise((first, *blocks, last))))
+            else:
+                found += RESIDENT * max(blocks) + first + last
+        return found
 
     def activations(self, lay: Layout, place: int) -> tuple[list[int], int]:
         """Bytes that a microbatch leaves for its backward pass in each of a worker's chunks, and

@@ -74,7 +74,7 @@ def shape_of(name: str) -> Shape:
     if name and path.is_dir():
         path = path / "config.json"
     if path.suffix == ".json" or path.is_file():
-        return from_config(_json(path), str(path))
+        return from_config(settings_in(path), str(path))
     if name.lower() in published():
         return read_shape(published()[name.lower()]["shape"], name)
     if name in PRESETS:
@@ -168,7 +168,8 @@ def _value(values: Mapping[str, Any], names: tuple[str, ...], what: str) -> int 
     return None
 
 
-def _json(path: Path) -> Mapping[str, Any]:
+def settings_in(path: Path) -> Mapping[str, Any]:
+    """The values of a config.json. OutsizeError for what is none."""
     text = read_text(path, "name a published model, a preset or a config.json")
     try:
         values = json.loads(text)

@@ -3,8 +3,8 @@ row. One row is a case of its own, whose views need no copies."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from outsize.foresight.module import Played
@@ -13,6 +13,40 @@ from outsize.simulate.counter import Work
 
 K = TypeVar("K")
 FEW = (2, 4)  # rows of the two microbatches
+MANY = 16  # rows of a microbatch up to which costs may be straight lines
+
+
+@dataclass
+class Lines:
+    """Microbatches of any rows and workers of a tensor axis, as Module has them. told: rehearses
+    one."""
+
+    told: Callable[[int, int, bool], Played]
+    known: dict[tuple[int, int, bool], Played] = field(default_factory=dict)
+    straight: dict[bool, bool] = field(default_factory=dict)  # by `again`, whether costs are lines
+
+    def played(self, rows: int, tensor: int, again: bool) -> Played:
+        key = rows, tensor, again
+        if key not in self.known:
+            grown = self._grown(*key) if FEW[1] < rows <= MANY else None
+            self.known[key] = grown or self.told(*key)
+        return self.known[key]
+
+    def _grown(self, rows: int, tensor: int, again: bool) -> Played | None:
+        """From those of FEW, where a line through them meets MANY rows on one worker: what is
+        the largest of several lines is bent upwards, so that it is straight between them then."""
+        if again not in self.straight:
+            known = self.told(MANY, 1, again)
+            line = self._line(1, again, MANY)
+            self.known[MANY, 1, again] = known
+            self.straight[again] = line == known
+        if not self.straight[again]:
+            return None
+        return self._line(tensor, again, rows)
+
+    def _line(self, tensor: int, again: bool, rows: int) -> Played | None:
+        one, two = (self.played(few, tensor, again) for few in FEW)
+        return grown(one, two, rows)
 
 
 def grown(one: Played, two: Played, rows: int) -> Played | None:

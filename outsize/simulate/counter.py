@@ -122,6 +122,8 @@ class Counter(DispatchMode):
         past = k.shape[0] - q.shape[0]
         seen = sum(_triangle(stop - start, window) for start, stop in pairwise(bounds))
         scores = q.shape[1] * (seen - _triangle(past, window))
+        longest = max(stop - start for start, stop in pairwise(bounds))
+        self.work.widest = max(self.work.widest, (longest, q.shape[2]))
         self._add_attention(
             back, q, 2.0 * scores * (q.shape[2] + v.shape[2]) * (2.5 if back else 1.0)
         )

@@ -127,8 +127,8 @@ def variants(shape: Shape, asked: Asked, cell: Cell) -> Iterator[Layout]:
             sequence_parallel=bool(sequence),
         )
         below = ways(spread, cell.cluster)
-        if shape.module is not None and base.tensor > 1:  # whose parts stay on the device
-            below = iter((spread,))
+        if shape.module is not None and (base.tensor > 1 or shape.module.native):
+            below = iter((spread,))  # whose parts stay on the device
         for layout, recompute in product(below, kinds):
             yield replace(layout, recompute=recompute)
 

@@ -45,7 +45,7 @@ def plan_of(
         _stages(shape.layers, lay, blocks),
         lay.batch,
         lay.rows,
-        lay.sequence if shape.module is None else 0,  # as `prepare` has it
+        lay.sequence if shape.module is None or shape.module.native else 0,  # as `prepare` has it
         Precision.named(PRECISIONS[lay.precision]),
         mesh=Mesh() if said == "1" else parse_mesh(said),
         shards=_shards(lay),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from outsize.collectives.pretend import Pretend, PretendWorld
 from outsize.errors import OutsizeError
 from outsize.foresight.module import Module, Played
 from outsize.foresight.planning.asked import EXPERTS, TOKENS
-from outsize.foresight.rows import FEW, grown
+from outsize.foresight.rows import Lines
 from outsize.foresight.shape import Shape
 from outsize.memory import Meter
 from outsize.optim import AdamW
@@ -53,7 +53,6 @@ WHOLE = "the code of a module sees whole sequences"
 NEVER = {TOKENS: WHOLE, "sequence-parallel": WHOLE, EXPERTS: "its experts are parts of blocks"}
 PASSES = (Kind.FORWARD, Kind.LOSS, Kind.RECOMPUTE, Kind.BACKWARD)  # that are rehearsed
 WIDEST = 16  # workers of a tensor axis, at most
-MANY = 16  # rows of a microbatch up to which costs may be straight lines
 WORTH = 0.7  # of the blocks: where more than that are unlike each other, all are rehearsed
 
 
@@ -67,38 +66,17 @@ class Rehearsal:
     blocks: Blocks
     stands: Sequence[int]
     precision: Precision
-    known: dict[tuple[int, int, bool], Played] = field(default_factory=dict)
     cut: dict[int, dict[str, Derived]] = field(default_factory=dict)
     calls: dict[object, tuple[nn.Module, Arguments]] = field(default_factory=dict)
-    straight: dict[bool, bool] = field(default_factory=dict)  # by `again`, whether costs are lines
 
-    def played(self, rows: int, tensor: int, again: bool) -> Played:
-        """As Module has it, of the whole module."""
-        key = rows, tensor, again
-        if key not in self.known:
-            grown = self._grown(*key) if FEW[1] < rows <= MANY else None
-            self.known[key] = grown or self._told(*key)
-        return self.known[key]
+    @cached_property
+    def lines(self) -> Lines:
+        """Of the whole module."""
+        return Lines(self._told)
 
     def _told(self, rows: int, tensor: int, again: bool) -> Played:
         with _one_line(self.model):
             return self._played(rows, tensor, again)
-
-    def _grown(self, rows: int, tensor: int, again: bool) -> Played | None:
-        """From those of FEW, where a line through them meets MANY rows on one worker: what is
-        the largest of several lines is bent upwards, so that it is straight between them then."""
-        if again not in self.straight:
-            known = self._told(MANY, 1, again)
-            line = self._line(1, again, MANY)
-            self.known[MANY, 1, again] = known
-            self.straight[again] = line == known
-        if not self.straight[again]:
-            return None
-        return self._line(tensor, again, rows)
-
-    def _line(self, tensor: int, again: bool, rows: int) -> Played | None:
-        one, two = (self.played(few, tensor, again) for few in FEW)
-        return grown(one, two, rows)
 
     def _played(self, rows: int, tensor: int, again: bool) -> Played:
         derived, last = self.derived(tensor), len(self.blocks) + 1
@@ -256,7 +234,7 @@ def foreseen(model: nn.Module, given: Given, node: int, blocks: Blocks, precisio
         reach, left["pipeline"] = None, str(error)
     sizes = cache(partial(used.segments, reach))  # which hundreds of layouts ask
     module = Module(
-        type(model).__name__, len(blocks), used.played, sizes, used.uses(reach), crossing,
+        type(model).__name__, len(blocks), used.lines.played, sizes, used.uses(reach), crossing,
         left, given.note,
         digest_of((name, tuple(p.shape)) for name, p in model.named_parameters()),
         sum(1 for _ in model.parameters()),
@@ -294,10 +272,10 @@ def _shorter(whole: Rehearsal) -> Rehearsal | None:
     left = [(names[id(blocks[place][1])], blocks[place][1]) for place in kept]
     short = Rehearsal(whole.given, shell, left, stands, whole.precision)
     try:
-        one = short.played(1, 1, False)
+        one = short.lines.played(1, 1, False)
     except OutsizeError:
         return None
-    return short if one == whole.played(1, 1, False) else None
+    return short if one == whole.lines.played(1, 1, False) else None
 
 
 def _sample(kinds: Sequence[object]) -> tuple[list[int], list[int]]:
