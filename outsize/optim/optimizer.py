@@ -82,8 +82,19 @@ class Apart(Optimizer, Protocol):
         precision that a plan computes in. State may hold more than its own."""
 
 
+class OfAll:
+    """Of an optimizer that takes all parameters, element by element where it says nothing else."""
+
+    grain: ClassVar[int] = 1
+    rest: ClassVar[None] = None
+    approximate: ClassVar[str | None] = None
+
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        return True
+
+
 @dataclass(frozen=True)
-class AdamW:
+class AdamW(OfAll):
     """lr: step size; betas: decay of the two moments; eps: added to the denominator;
     weight_decay: decoupled, a fraction of lr."""
 
@@ -94,13 +105,6 @@ class AdamW:
 
     def __post_init__(self) -> None:
         check_numbers(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
-
-    grain: ClassVar[int] = 1
-    rest: ClassVar[None] = None
-    approximate: ClassVar[None] = None
-
-    def takes(self, shape: tuple[int, ...]) -> bool:
-        return True
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
@@ -139,7 +143,7 @@ class AdamW:
 
 
 @dataclass(frozen=True)
-class SGD:
+class SGD(OfAll):
     """Stochastic gradient descent with heavy-ball momentum, as torch.optim.SGD."""
 
     lr: float = 1e-2
@@ -148,13 +152,6 @@ class SGD:
 
     def __post_init__(self) -> None:
         check_numbers(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
-
-    grain: ClassVar[int] = 1
-    rest: ClassVar[None] = None
-    approximate: ClassVar[None] = None
-
-    def takes(self, shape: tuple[int, ...]) -> bool:
-        return True
 
     @property
     def states(self) -> tuple[StateSpec, ...]:

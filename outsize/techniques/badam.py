@@ -15,9 +15,21 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from outsize.models.random import uniform
-from outsize.registry import setting, technique
+from outsize.registry import Clash, setting, technique
 
 KEY = "badam"
+# Of plans that train some layers at a time: outsize/runtime/special/sampled.py.
+CLASHES: tuple[Clash, ...] = (
+    (
+        "states below the device: what is trained changes, and with it what there is of them",
+        lambda p: p.rests_below("parameters", "gradients", "optimizer"),
+    ),
+    (
+        "weights cut over workers (plan.zero 3), or a pipeline: a switch lays whole layers out"
+        " anew",
+        lambda p: p.shards.parameters > 1 or p.mesh.pipeline > 1,
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -41,15 +53,5 @@ technique(
     KEY, BAdam, "settings of plan.approximate: [badam]", exact=False,
     touches=frozenset({"the backward pass"}),
     method="outsize.runtime.special.sampled.Sampled",
-    clashes=(
-        (
-            "states below the device: what is trained changes, and with it what there is of them",
-            lambda p: p.rests_below("parameters", "gradients", "optimizer"),
-        ),
-        (
-            "weights cut over workers (plan.zero 3), or a pipeline: a switch lays whole layers out"
-            " anew",
-            lambda p: p.shards.parameters > 1 or p.mesh.pipeline > 1,
-        ),
-    ),
+    clashes=CLASHES,
 )  # fmt: skip

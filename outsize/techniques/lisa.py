@@ -17,6 +17,7 @@ from typing import ClassVar
 from outsize.errors import OutsizeError
 from outsize.models.random import uniform
 from outsize.registry import setting, technique
+from outsize.techniques.badam import CLASHES
 
 KEY = "lisa"
 
@@ -44,15 +45,5 @@ technique(
     KEY, Lisa, "settings of plan.approximate: [lisa]", exact=False,
     touches=frozenset({"the backward pass"}),
     method="outsize.runtime.special.sampled.Sampled",
-    clashes=(
-        (
-            "states below the device: what is trained changes, and with it what there is of them",
-            lambda p: p.rests_below("parameters", "gradients", "optimizer"),
-        ),
-        (
-            "weights cut over workers (plan.zero 3), or a pipeline: a switch lays whole layers out"
-            " anew",
-            lambda p: p.shards.parameters > 1 or p.mesh.pipeline > 1,
-        ),
-    ),
+    clashes=CLASHES,
 )  # fmt: skip

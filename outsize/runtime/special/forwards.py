@@ -17,13 +17,13 @@ from torch import Tensor
 
 from outsize.errors import OutsizeError
 from outsize.optim.declared import StateSpec
-from outsize.optim.optimizer import Rates
+from outsize.optim.optimizer import OfAll, Rates
 
 NAME = "zeroth-order"  # what `approximate` must name
 
 
 @dataclass(frozen=True)
-class Zeroth:
+class Zeroth(OfAll):
     """An optimizer without gradients or states. lr: step size, a hundredth or less of what a
     gradient takes. epsilon: how far the two losses are taken from the weights. weight_decay: of
     matrices, decoupled. seed: of the directions."""
@@ -33,19 +33,14 @@ class Zeroth:
     weight_decay: float = 0.0
     seed: int = 0
 
-    grain: ClassVar[int] = 1
-    rest: ClassVar[None] = None
     states: ClassVar[tuple[StateSpec, ...]] = ()
-    approximate: ClassVar[str] = NAME
+    approximate: ClassVar[str | None] = NAME
 
     def __post_init__(self) -> None:
         for name in ("lr", "epsilon"):
             value = getattr(self, name)
             if not value > 0 or not math.isfinite(value):
                 raise OutsizeError(f"{NAME}: {name} is {value}; expected a positive number")
-
-    def takes(self, shape: tuple[int, ...]) -> bool:
-        return True
 
     def update(
         self, weights: Tensor, gradients: Tensor, state: Mapping[str, Tensor], rates: Rates

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from outsize.optim import OPTIMIZERS, Common, Optimizer, StateSpec
 from outsize.optim.declared import WHOLE, check_numbers
-from outsize.optim.optimizer import Rates
+from outsize.optim.optimizer import OfAll, Rates
 from outsize.optim.parse import RATES
 from outsize.registry import setting, technique
 
@@ -48,7 +48,7 @@ def each(shape: tuple[int, ...]) -> int:
 
 
 @dataclass(frozen=True)
-class Adafactor:
+class Adafactor(OfAll):
     """lr: largest relative step; weight_decay: decoupled, a fraction of lr."""
 
     lr: float = 1e-2
@@ -59,11 +59,6 @@ class Adafactor:
         check_numbers(lr=self.lr, weight_decay=self.weight_decay)
 
     grain: ClassVar[int] = WHOLE
-    rest: ClassVar[None] = None
-    approximate: ClassVar[None] = None
-
-    def takes(self, shape: tuple[int, ...]) -> bool:
-        return True
 
     @property
     def states(self) -> tuple[StateSpec, ...]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from torch import Tensor
 
 from outsize.kernels.pieces import pieces
 from outsize.optim import OPTIMIZERS, Common, Optimizer, StateSpec
 from outsize.optim.declared import check_numbers
-from outsize.optim.optimizer import Rates
+from outsize.optim.optimizer import OfAll, Rates
 from outsize.optim.parse import RATES
 from outsize.registry import setting, technique
 
@@ -32,7 +31,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Lion:
+class Lion(OfAll):
     """lr: how far every weight moves; weight_decay: decoupled, a fraction of lr."""
 
     lr: float = 1e-4
@@ -41,13 +40,6 @@ class Lion:
 
     def __post_init__(self) -> None:
         check_numbers(lr=self.lr, betas=self.settings.betas, weight_decay=self.weight_decay)
-
-    grain: ClassVar[int] = 1
-    rest: ClassVar[None] = None
-    approximate: ClassVar[None] = None
-
-    def takes(self, shape: tuple[int, ...]) -> bool:
-        return True
 
     @property
     def states(self) -> tuple[StateSpec, ...]:

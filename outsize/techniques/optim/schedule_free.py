@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from outsize.errors import OutsizeError
 from outsize.kernels.pieces import pieces
 from outsize.optim import OPTIMIZERS, Common, Optimizer, StateSpec
 from outsize.optim.declared import check_numbers
-from outsize.optim.optimizer import Rates
+from outsize.optim.optimizer import OfAll, Rates
 from outsize.optim.parse import SCHEDULES
 from outsize.registry import setting, technique
 
@@ -39,7 +38,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class ScheduleFree:
+class ScheduleFree(OfAll):
     """lr: step size; weight_decay: a fraction of lr; warmup: steps in which the learning rates that
     a job is given rise evenly to the largest; eps: added to the denominator."""
 
@@ -54,13 +53,6 @@ class ScheduleFree:
         check_numbers(lr=self.lr, betas=own, eps=self.eps, weight_decay=self.weight_decay)
         if self.warmup < 0:
             raise OutsizeError(f"optimizer: warmup is {self.warmup}; expected steps, 0 or more")
-
-    grain: ClassVar[int] = 1
-    rest: ClassVar[None] = None
-    approximate: ClassVar[None] = None
-
-    def takes(self, shape: tuple[int, ...]) -> bool:
-        return True
 
     @property
     def states(self) -> tuple[StateSpec, ...]:

@@ -31,7 +31,7 @@ from torch import Tensor
 from outsize.kernels.pieces import pieces
 from outsize.optim import OPTIMIZERS, Common, Optimizer, StateSpec
 from outsize.optim.declared import check_numbers
-from outsize.optim.optimizer import Rates
+from outsize.optim.optimizer import OfAll, Rates
 from outsize.registry import setting, technique
 
 NAME = "sophia"
@@ -49,7 +49,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Sophia:
+class Sophia(OfAll):
     """lr: how far a weight moves at most; weight_decay: decoupled, a fraction of lr."""
 
     lr: float = 3e-4
@@ -60,12 +60,7 @@ class Sophia:
         own = self.settings
         check_numbers(lr=self.lr, betas=own.betas, weight_decay=self.weight_decay, gamma=own.gamma)
 
-    grain: ClassVar[int] = 1
-    rest: ClassVar[None] = None
-    approximate: ClassVar[str] = NAME
-
-    def takes(self, shape: tuple[int, ...]) -> bool:
-        return True
+    approximate: ClassVar[str | None] = NAME
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
