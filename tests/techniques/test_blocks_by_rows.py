@@ -33,12 +33,11 @@ from outsize.verify import verify
 BLOCK, PARTS = per_segment(5, ("block",)), per_segment(5, ("mlp", "attention"))
 BELOW = tuple(replace(s, rest=Rest(optimizer="host", activations="host")) for s in per_segment(5))
 CASES = {  # rows of a step and of a microbatch, blocks, and more
-    "all of a model": (4, 2, 3, {}),
-    "rows that do not divide": (5, 2, 2, {"clip": 0.5}),
+    "all of a model, rows that do not divide": (5, 3, 3, {"clip": 0.5}),
     "tokens cut between branches": (5, 2, 2, {"sequence_parallel": True, "stages": BLOCK}),
     "dropout, sums beside": (5, 2, 1, {"overlap": 2, "noise": True, "mlp_tile": 6}),
     "zero 3": (8, 2, 2, {"mesh": Mesh(2, 2), "shards": Sharding(2, 2, 2), "split_backward": True}),
-    "below": (4, 2, 2, {"stages": BELOW}),
+    "below": (4, 2, 2, {"stages": BELOW, "steps": 2}),
     "a border inside of a pipeline's stage": (
         8, 2, 3, {"mesh": Mesh(1, 2, 2), "pipeline": Pipelined("interleaved:2"), "stages": BLOCK}
     ),
@@ -58,8 +57,9 @@ def test_the_numbers_of_one_worker_and_the_bytes_of_the_formula(name):
     noise = {"noise": lambda batch, step: replace(batch, noise=Noise(0.2, 5, step))}
     more = {**more, **(noise if more.get("noise") else {})}
     case = case_of(
-        **{"mesh": Mesh(1, 2), **more}, rows=rows, microbatch_rows=few, blocks_by_rows=blocks
-    )
+        **{"mesh": Mesh(1, 2), "steps": 1, **more}, rows=rows, microbatch_rows=few,
+        blocks_by_rows=blocks,
+    )  # fmt: skip
     found = verify(case, own=False)
     assert found.holds, found.exact.worst
     sent, formula = found.sent, found.sent.formula

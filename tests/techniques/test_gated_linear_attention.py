@@ -257,14 +257,17 @@ BLOCK = per_segment(5, ("block",))
 PLANS: dict[str, dict[str, Any]] = {
     "data, tensor and pipeline": {
         "mesh": Mesh(2, 2, 2), "rows": 4, "pipeline": Pipelined("1f1b"),
-        "shards": Sharding(2, 2, 2),
+        "shards": Sharding(2, 2, 2), "steps": 1,
     },
-    "tokens cut": {"mesh": Mesh(1, 2), "sequence_parallel": True, "loss_chunk": 7, "overlap": 2},
-    "chunks of a sequence": {
+    "tokens cut": {
+        "mesh": Mesh(1, 2), "sequence_parallel": True, "loss_chunk": 7, "overlap": 2, "steps": 1,
+    },
+    "chunks of a sequence, tensor": {
         "stages": BLOCK, "sequence_chunk": 7, "microbatch_rows": 3, "loss_chunk": 5, "mlp_tile": 3,
+        "mesh": Mesh(1, 2), "steps": 1,
     },
-    "chunks of a token, tensor": {
-        "stages": BLOCK, "sequence_chunk": 1, "mesh": Mesh(1, 2), "rows": 2, "microbatch_rows": 1,
+    "chunks of a token": {
+        "stages": BLOCK, "sequence_chunk": 1, "rows": 2, "microbatch_rows": 1,
         "steps": 1,  # of 20 chunks each, through all layers
     },
     "recomputed apart, weight gradients apart": {

@@ -278,19 +278,18 @@ JOBS = {
 }
 PAIRS = [
     ("lion", "zero 2"), ("adafactor", "all on tiers"), ("adafactor", "tensor, a tier"),
-    ("adafactor", "pipeline"), ("adafactor", "pipeline, rows of tables"),
-    ("galore", "pipeline"), ("galore", "tensor, a tier"),
+    ("adafactor", "pipeline, rows of tables"), ("galore", "tensor, a tier"),
     ("fira", "zero 3, 4 workers, a tier"), ("apollo", "all on tiers"),
-    ("frugal", "zero 2"), ("frugal, svd", "tensor, a tier"), ("galore, experts", "zero 2"),
+    ("frugal", "zero 2"), ("frugal, svd", "pipeline"), ("galore, experts", "zero 2"),
 ]  # fmt: skip
+RESUMED = (2, 3, 4, 8)
 
 
 @pytest.mark.parametrize(("name", "way"), PAIRS, ids=map(", ".join, PAIRS))
 def test_the_same_numbers_on_any_mesh_and_tier(name, way, monkeypatch):
-    """From half of the steps on one worker, where the pair is the second of its optimizer."""
+    """From half of the steps on one worker, where the pair is a resumed one."""
     anywhere.small(monkeypatch)
-    first = next(i for i, (other, _) in enumerate(PAIRS) if other == name)
-    anywhere.check(JOBS[name], way, resume=PAIRS.index((name, way)) > first)
+    anywhere.check(JOBS[name], way, resume=PAIRS.index((name, way)) in RESUMED)
 
 
 RATE_OF_DISK = Rate(2e9, "B/s", "test", "2026-11-20")
@@ -315,7 +314,7 @@ def formula(name, shape, inside):
 
 @pytest.mark.parametrize(
     ("name", "rest"),
-    [("adafactor", "disk"), ("fira", "device"), ("fira", "disk"), ("frugal", "device")],
+    [("adafactor", "device"), ("fira", "disk"), ("frugal", "device")],
 )
 def test_what_is_predicted_is_what_is_held(name, rest):
     given = JOBS[name]

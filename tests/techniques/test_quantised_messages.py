@@ -29,7 +29,7 @@ from outsize.schedule.kept import GRADIENTS, MASTER, PARAMETERS
 from outsize.techniques import quantised_messages
 from outsize.techniques.quantised_messages import AS_IT_IS, BLOCK, NAME, Blocks, Coded
 
-STEPS = 3
+STEPS = 2
 
 
 def rounded(x: torch.Tensor, bits: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ import json
 import peft
 import pytest
 import torch
-from adapting import METHODS, pretrained, some_ids, theirs
+from adapting import pretrained, some_ids, theirs
 from float64 import Float64
 from subjects import CONFIGS
 
@@ -72,14 +72,6 @@ def test_biases_are_changed_by_weight_too(tmp_path, exactly):
         torch.testing.assert_close(value, wanted, **CLOSE)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_one_of_any_method_by_weight_1_is_the_merged_one(method, tmp_path, exactly):
-    theirs(method, "llama", tmp_path)
-    alone = adapters.merge(adapters.load(tmp_path / "adapter", torch.float64))
-    found = adapters.load(tmp_path / "base", torch.float64, adapters=[(tmp_path / "adapter", 1.0)])
-    torch.testing.assert_close(found(some_ids()), alone(some_ids()), **CLOSE)
-
-
 def test_an_adapter_is_put_beside_and_taken_out_with_every_bit_as_before(tmp_path, exactly):
     theirs("oft", "llama", tmp_path)
     plain, ids = hub.load(tmp_path / "base", torch.float64), some_ids()
@@ -103,10 +95,16 @@ REFUSED = {
 }
 
 
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("theirs")
+    theirs("dora", "llama", folder)
+    return folder / "base"
+
+
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_combined_is_refused_and_the_model_stays(name, tmp_path):
-    theirs("dora", "llama", tmp_path)
-    base, made = tmp_path / "base", tmp_path / "one"
+def test_what_cannot_be_combined_is_refused_and_the_model_stays(name, base, tmp_path):
+    made = tmp_path / "one"
     if name in ("another base", "shapes"):
         facts = json.loads((base / "config.json").read_text()) | {"hidden_size": 36, "head_dim": 6}
         from outsize.models.build import build

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import peft
 import pytest
@@ -62,6 +63,9 @@ def test_outputs_gradients_and_files_are_pefts(method, tmp_path, exactly):
     adapters.save(ours, tmp_path / "saved")
     again = peft.PeftModel.from_pretrained(pretrained(tmp_path / "base"), tmp_path / "saved")
     torch.testing.assert_close(again.eval()(ids).logits, expected, **CLOSE)
+    once = [(tmp_path / "adapter", 1.0)]
+    added = adapters.load(tmp_path / "base", torch.float64, adapters=once)
+    torch.testing.assert_close(added(ids), expected, **CLOSE)
     merged = adapters.merge(ours)
     assert merged is ours and all(p.requires_grad for p in merged.parameters())
     torch.testing.assert_close(merged(ids), expected, **CLOSE)
@@ -75,6 +79,20 @@ def test_biases_are_scaled_as_peft_does(tmp_path, exactly):
     ours, expected = adapters.load(tmp_path / "adapter", torch.float64), peft_model(ids).logits
     torch.testing.assert_close(ours(ids), expected, **CLOSE)
     torch.testing.assert_close(adapters.merge(ours)(ids), expected, **CLOSE)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """Of each method an adapter's file of settings, and what it says; made when asked for."""
+
+    @cache
+    def of(method):
+        folder = tmp_path_factory.mktemp(method)
+        theirs(method, "llama", folder)
+        file = folder / "adapter" / adapters.ADAPTER_CONFIG
+        return file, json.loads(file.read_text())
+
+    return of
 
 
 @pytest.mark.parametrize(
@@ -97,12 +115,11 @@ def test_biases_are_scaled_as_peft_does(tmp_path, exactly):
         ("ia3", {"feedforward_modules": ["nose"]}, "feedforward_modules is .'nose'., which names"),
     ],
 )
-def test_an_adapter_that_is_not_read_is_refused(method, change, words, tmp_path):
-    theirs(method, "llama", tmp_path)
-    file = tmp_path / "adapter" / adapters.ADAPTER_CONFIG
-    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+def test_an_adapter_that_is_not_read_is_refused(method, change, words, told):
+    file, said = told(method)
+    file.write_text(json.dumps({**said, **change}))
     with pytest.raises(OutsizeError, match=words):
-        adapters.load(tmp_path / "adapter")
+        adapters.load(file.parent)
 
 
 @pytest.mark.parametrize("method", METHODS)

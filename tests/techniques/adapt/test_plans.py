@@ -47,6 +47,7 @@ PLANS = {
     "tensor, pipeline": {"mesh": Mesh(tensor=2, pipeline=2), "pipeline": Pipelined("1f1b")},
     "experts": {"mesh": Mesh(expert=2), "stages": MIXED},
 }  # fmt: skip
+SECOND = "recompute, states below"  # the one plan with a second step, of states that come back
 # Each method on the tensor axis, and most in a plan more; each plan with methods of two kinds.
 PAIRS = [
     *((name, "tensor, by tokens, overlapped") for name in METHODS),
@@ -71,11 +72,12 @@ OURS = {name: method.ours for name, method in METHODS.items()} | {
 @pytest.mark.parametrize(("method", "plan"), PAIRS)
 def test_a_plan_trains_as_plain_pytorch(method, plan):
     made = base_plan(**PLANS[plan])
-    data = batches(3, made.rows, SEQUENCE, VOCAB)
+    data = batches(2, made.rows, SEQUENCE, VOCAB)
     config = replace(config_of("gemma2"), adapter=OURS[method])
     case = Case(
-        Native(config, lambda: fill), made, AdamW(1e-2, eps=1e-4), lambda step: data[step], 2, 0.5
-    )
+        Native(config, lambda: fill), made, AdamW(1e-2, eps=1e-4), lambda step: data[step],
+        1 + (plan == SECOND), 0.5,
+    )  # fmt: skip
     found = verify(case, own=False)
     assert found.holds, found
     names = {row.name for row in found.exact.rows}
@@ -89,10 +91,10 @@ def test_weights_may_be_codes(method):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     plain = coded(config_of("gemma2", **sizes), format_of("int4:16"))
     made = base_plan(mesh=Mesh(tensor=2), sequence_parallel=True)
-    data = batches(3, made.rows, SEQUENCE, VOCAB)
+    data = batches(1, made.rows, SEQUENCE, VOCAB)
     config = replace(plain, adapter=METHODS[method].ours)
     native = Native(config, lambda: coded_draw(build(config), fill))
-    case = Case(native, made, AdamW(1e-2, eps=1e-4), lambda step: data[step], 2, 0.5)
+    case = Case(native, made, AdamW(1e-2, eps=1e-4), lambda step: data[step], 1, 0.5)
     found = verify(case, own=False)
     assert found.holds, found
     model = build(replace(plain, adapter=Dora(2)), seed=1, dtype=torch.float64)

@@ -102,10 +102,10 @@ LATE = Several((Lora(2, targets=("blocks.2.mlp.up",)), Lora(5, 3.0, targets=("bl
 def test_a_plan_of_them_trains_as_plain_pytorch():
     """The first stage has nothing to train."""
     made = base_plan(mesh=Mesh(tensor=2, pipeline=2), pipeline=Pipelined("1f1b"))
-    data = batches(3, made.rows, SEQUENCE, VOCAB)
+    data = batches(1, made.rows, SEQUENCE, VOCAB)
     config = replace(config_of("llama, untied"), adapter=LATE)
     case = Case(
-        Native(config, lambda: fill), made, AdamW(1e-2, eps=1e-4), lambda step: data[step], 2, 0.5
+        Native(config, lambda: fill), made, AdamW(1e-2, eps=1e-4), lambda step: data[step], 1, 0.5
     )
     found = verify(case, own=False)
     assert found.holds, found

@@ -93,13 +93,13 @@ PLANS = {
 @pytest.mark.parametrize(("plan", "codes"), [("tensor", None), ("pipeline", None), ("tensor", 1)])
 def test_a_plan_trains_as_plain_pytorch(plan, codes):
     made = base_plan(**PLANS[plan])
-    data = batches(3, made.rows, SEQUENCE, VOCAB)
+    data = batches(1, made.rows, SEQUENCE, VOCAB)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16} if codes else {}
     config = config_of("gemma2", **sizes)
     config = coded(config, format_of("int4:16")) if codes else config
     config = replace(config, adapter=Sparse(4))
     native = Native(config, lambda: coded_draw(build(config), fill) if codes else fill)
-    case = Case(native, made, AdamW(1e-2, eps=1e-4), lambda step: data[step], 2, 0.5)
+    case = Case(native, made, AdamW(1e-2, eps=1e-4), lambda step: data[step], 1, 0.5)
     found = verify(case, own=False)
     assert found.holds, found
     names = {row.name for row in found.exact.rows}

@@ -44,36 +44,38 @@ GPT = {"n_embd": 48, "n_head": 3}
 GEMMA = {**SIZES, "head_dim": 16}
 TWO = {"mesh": Mesh(data=2)}
 PLANS = {
-    "recompute": {"stages": MIXED, "microbatch_rows": 2},
+    "recompute, base on the disk": {
+        "stages": tuple(replace(s, rest=Rest("disk")) for s in MIXED), "microbatch_rows": 2,
+    },
     "parameters cut": {**TWO, "shards": Sharding(2, 2, 2)},
     "tensor, by tokens, overlapped": {
         "mesh": Mesh(tensor=2), "sequence_parallel": True, "overlap": 2,
     },
     "pipeline": {"mesh": Mesh(pipeline=2), "pipeline": Pipelined("1f1b")},
-    "base on the disk": {"stages": tuple(replace(s, rest=Rest("disk")) for s in per_segment(5))},
 }  # fmt: skip
+RESUMED = ("recompute, base on the disk", "parameters cut")  # fmt: skip
 
 
 def quantised(family: str, name: str, **sizes) -> DecoderConfig:
     return coded(config_of(family, **sizes), format_of(name))
 
 
-def case_of(config: DecoderConfig, named: str = "float64", **plan) -> Case:
+def case_of(config: DecoderConfig, named: str = "float64", resumed: bool = False, **plan) -> Case:
+    """resumed: a second step, of a job that goes on from the first one's states."""
     made = base_plan(named, **plan)
-    data = batches(3, made.rows, SEQUENCE, VOCAB)
+    data = batches(2, made.rows, SEQUENCE, VOCAB)
     config = replace(config, adapter=Lora(3, 5.0))
     values = lambda: coded_draw(build(config), fill)  # noqa: E731
     return Case(
-        Native(config, values), made, AdamW(1e-2, eps=1e-4), lambda step: data[step], 2, 0.5,
-        resume_at=1,
+        Native(config, values), made, AdamW(1e-2, eps=1e-4), lambda step: data[step], 1 + resumed,
+        0.5, resume_at=int(resumed),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_plan_trains_as_plain_pytorch_beside_the_decoded_weights(plan):
-    found = verify(
-        case_of(quantised("llama, untied", "int4:16", **SIZES), **PLANS[plan]), own=False
-    )
+    config = quantised("llama, untied", "int4:16", **SIZES)
+    found = verify(case_of(config, resumed=plan in RESUMED, **PLANS[plan]), own=False)
     assert found.holds, found
     names = {row.name for row in found.exact.rows}
     assert names and all(".beside." in name for name in names), "codes have no gradient"
