@@ -96,8 +96,9 @@ def test_the_first_is_the_best_and_the_others_lose_by_something() -> None:
 
 def test_an_slo_is_kept_up_to_a_rate_by_each_copy() -> None:
     words = ("llama3-8b", "--serve", *QUICK, "--mesh", "tensor=1", "--slo", "tpot=14ms")
+    words = (*words, "--prompt", "512", "--output", "48")
     one, two = (made(*words, "--hardware", f"{n} x H100-SXM") for n in (1, 2))
-    assert 1 < one["most_requests_per_second"] < 50
+    assert 10 < one["most_requests_per_second"] < 100
     twice = 2 * one["most_requests_per_second"]
     assert two["most_requests_per_second"] == pytest.approx(twice, rel=0.2)
 

@@ -134,7 +134,7 @@ def test_all_workers_are_refused_alike_and_serve_one_request_after_another(
     config: dict[str, Any], tmp_path: Path
 ) -> None:
     path = saved(config, tmp_path)
-    budget, counts = least(path, "pipeline=2", 40) + 5_000, (2, 40, 2)
+    budget, counts = least(path, "pipeline=2", 14) + 5_000, (2, 14, 2)
 
     def work(world: World) -> list[Any]:
         with on_mesh(path, world, limits=Limits(budget + (world.rank << 20))) as model:

@@ -567,7 +567,7 @@ def test_the_document_is_kept(address: tuple[str, int], tmp_path: Path) -> None:
     url = f"http://{address[0]}:{address[1]}/openapi.json"
     command = [
         sys.executable, "-m", "schemathesis.cli", "run", url, "-H", f"Authorization: Bearer {KEY}",
-        "--phases=fuzzing", "--max-examples=12", "--seed=1", "--generation-deterministic",
+        "--phases=fuzzing", "--max-examples=5", "--seed=1", "--generation-deterministic",
         "--exclude-checks=positive_data_acceptance,ignored_auth", "--suppress-health-check=all",
         "--request-timeout=600", "--no-color",
     ]  # fmt: skip

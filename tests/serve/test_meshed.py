@@ -58,9 +58,9 @@ MODELS = {
 
 
 PAIRS = [
-    *((MESHES[0], name) for name in ("llama", [*MODELS][-1])),
-    *((MESHES[1], name) for name in ("llama", "ladder", [*MODELS][-1])),
-    *((MESHES[2], name) for name in ("tied", "ladder", [*MODELS][-1])),
+    (MESHES[0], "llama"),
+    *((MESHES[1], name) for name in ("llama", [*MODELS][-1])),
+    *((MESHES[2], name) for name in ("tied", "ladder")),
 ]
 
 
@@ -227,15 +227,9 @@ def test_a_mesh_that_cannot_be_is_one_line(
     assert expected in str(refused.value) and "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "facts"),
-    [("tensor=2", {}), ("pipeline=2,tensor=2", {"tie_word_embeddings": True})],
-    ids=["untied", "tied"],
-)
-def test_adapters_are_taken_up_by_each_workers_part(
-    mesh: str, facts: dict[str, Any], config: dict[str, Any], tmp_path: Path
-) -> None:
+def test_adapters_are_taken_up_by_each_workers_part(config: dict[str, Any], tmp_path: Path) -> None:
     """To 1e-10 of a plain decoder that has taken them up, in float64."""
+    facts = {"tie_word_embeddings": True, "num_hidden_layers": 2}
     path, named = saved({**config, **facts}, tmp_path), list[tuple[Path, float]]()
     for seed, weight in ((1, 1.0), (2, -0.5)):
         made = outsize.adapt(outsize.load(path), "lora", rank=2)
@@ -252,9 +246,9 @@ def test_adapters_are_taken_up_by_each_workers_part(
 
     def work(world: World) -> tuple[list[int], Tensor]:
         with on_mesh(path, world, adapters=named) as model:
-            return model.generate(PROMPT, 8), model(ids)
+            return model.generate(PROMPT, 4), model(ids)
 
     assert not torch.allclose(right, bare(ids), atol=1e-2)
-    for tokens, logits in play(parse_mesh(mesh), work):
+    for tokens, logits in play(parse_mesh("pipeline=2,tensor=2"), work):
         torch.testing.assert_close(logits, right, rtol=1e-10, atol=1e-10)
-        assert tokens == outsize.generate(alone, PROMPT, 8)
+        assert tokens == outsize.generate(alone, PROMPT, 4)

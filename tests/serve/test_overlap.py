@@ -37,8 +37,13 @@ class Seen:
         return int(logits_V.argmax())
 
 
-@pytest.mark.parametrize("limits", [None, Limits(1 << 23)], ids=["in memory", "in files"])
-@pytest.mark.parametrize("wired", ["plain", "ladder_from", "kraken_ways"])
+@pytest.mark.parametrize(
+    ("wired", "limits"),
+    [
+        ("plain", None), ("plain", Limits(1 << 23)), ("ladder_from", None),
+        ("kraken_ways", Limits(1 << 23)),
+    ],
+)  # fmt: skip
 def test_log_probabilities_are_those_of_one_worker(
     wired: str, limits: Limits | None, tiny_config: dict[str, Any], tmp_path: Path
 ) -> None:

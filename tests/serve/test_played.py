@@ -168,8 +168,8 @@ def test_many_steps_at_once_are_those_one_by_one(policy: str) -> None:
     moving = replace(NARROW, below=40, price=replace(EXACT, fetch=2**-12, evict=2**-12))
     long = [drawn_room(seed) for seed in (11, 24, 30)]
     for room, some in (
-        (NARROW, arrivals(60, 2.0)), (replace(NARROW, slo=Slo()), arrivals(60, 8.0)),
-        (moving, arrivals(60, 8.0)), *long,
+        (NARROW, arrivals(30, 2.0)), (replace(NARROW, slo=Slo()), arrivals(30, 8.0)),
+        (moving, arrivals(30, 8.0)), *long,
     ):  # fmt: skip
         quick = play(room, POLICIES.get(policy), some)
         slow = play(room, POLICIES.get(policy), some, watch=lambda _: None)

@@ -41,7 +41,7 @@ def model(**facts: Any) -> Decoder:
 
 
 REQUESTS = [
-    Request(ids, 12, sampler, frozenset()) for ids, sampler in zip(PROMPTS, SAMPLINGS, strict=True)
+    Request(ids, 6, sampler, frozenset()) for ids, sampler in zip(PROMPTS, SAMPLINGS, strict=True)
 ]
 CPU = torch.device("cpu")
 
@@ -54,7 +54,6 @@ def by_prompt(steps: Any) -> list[list[int]]:
 
 
 ROUTES = {
-    "cut in two": (Mesh(pipeline=2), (0, 0, 0, 1, 1, 1)),
     "a segment each": (Mesh(pipeline=6), (0, 1, 2, 3, 4, 5)),
     "two such pipelines": (Mesh(pipeline=2, data=2), (0, 0, 1, 1, 1, 1)),
 }
@@ -85,11 +84,11 @@ def test_every_worker_has_the_tokens_of_the_whole_model(route: Any) -> None:
 @pytest.mark.parametrize("wiring", [{"ladder_from": 2}, {"kraken_ways": 2}])
 def test_streams_of_other_widths_are_handed_on(wiring: dict[str, int]) -> None:
     whole = model(**wiring)
-    expected = generate(whole, PROMPTS[0], 12)
+    expected = generate(whole, PROMPTS[0], 5)
 
     def work(world: World) -> list[int]:
         with session_on(whole, world, (0, 1, 2, 3, 4, 5)) as spread:
-            return generate(whole, PROMPTS[0], 12, step=spread)
+            return generate(whole, PROMPTS[0], 5, step=spread)
 
     assert play(Mesh(pipeline=6), work) == [expected] * 6
 
