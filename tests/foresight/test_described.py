@@ -102,15 +102,16 @@ def test_part_of_the_blocks_is_recomputed_where_all_are_too_slow_and_none_too_la
 
 
 def test_less_memory_or_a_faster_network_change_the_choice_the_right_way() -> None:
-    shape = shape_of("llama3-70b")
+    shape = shape_of("llama3-8b")
     slow, fast = (
-        choose(shape, Asked(4096, 256), parse_spec(f"8 x 8 H100-SXM @ {rate}GB/s"), 1).plans[0]
+        choose(shape, Asked(4096, 64), parse_spec(f"2 x 8 H100-SXM @ {rate}GB/s"), 1).plans[0]
         for rate in (5, 50)
     )
     assert fast.seconds < slow.seconds
-    tight = Asked(4096, 256, memory=40 * 2**30)
-    small = choose(shape, tight, parse_spec("8 x 8 H100-SXM @ 50GB/s"), 1).plans[0]
-    assert small.memory.process <= 40 * 2**30 and small.seconds >= fast.seconds
+    tight = Asked(4096, 64, memory=20 * 2**30)
+    small = choose(shape, tight, parse_spec("2 x 8 H100-SXM @ 50GB/s"), 1).plans[0]
+    assert small.memory.process <= 20 * 2**30 < fast.memory.process
+    assert small.seconds > fast.seconds
 
 
 def test_a_choice_leaves_what_bytes_may_be_off_by_unless_memory_is_said() -> None:

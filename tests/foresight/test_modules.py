@@ -156,7 +156,6 @@ def test_bytes_on_one_device_are_those_of_prepare(rows: int, again: bool) -> Non
         (1, 8, {}, 0.0),  # losses of the microbatches before stay
         (2, 16, {"shards": 2}, 1e-5),
         (2, 2, {"pipeline": 2}, 0.009),  # one microbatch: nothing else is on its way
-        (2, 16, {"pipeline": 2}, 0.005),
         (4, 32, {"pipeline": 2, "tensor": 2}, 0.01),
         (3, 16, {"pipeline": 3, "recompute": "full"}, 0.035),
         (2, 16, {"pipeline": 2, "whole": 2}, 0.008),

@@ -136,9 +136,7 @@ def test_gpt2_drops_where_transformers_does(tmp_path):
 # -- in jobs ----------------------------------------------------------------------------------
 
 CUTS = {
-    "plain": {"microbatch_rows": 3},
     "uneven-microbatches": {"microbatch_rows": 2},
-    "recompute-parts": {"stages": per_segment(5, ("mlp", "attention"))},
     "sequence-chunk": {"sequence_chunk": 8, "stages": per_segment(5, ("block",))},
     "everything": {"split_backward": True, "microbatch_rows": 2, "stages": MIXED},
 }
@@ -189,21 +187,12 @@ def test_dropout_changes_the_loss_and_evaluations_have_none():
     assert abs(float(job.step(batch, 0.0)) - bare) > 1e-3
 
 
-MESHES = {
-    "data": (Mesh(data=3), False),
-    "tensor": (Mesh(tensor=2), False),
-    "data, tensor, sequence": (Mesh(data=2, tensor=2), True),
-}
-
-
-@pytest.mark.parametrize("way", MESHES.values(), ids=MESHES)
-def test_a_mesh_gives_the_plain_numbers(way):
-    mesh, sequence = way
+def test_a_mesh_gives_the_plain_numbers():
+    """Others: tests/verify/test_matrix.py."""
+    mesh, sequence = Mesh(data=2, tensor=2), True
     alone = streamed.plan_of("float64")
     rows = -(-streamed.ROWS // mesh.data)  # the first worker may have more
-    plan = replace(
-        alone, mesh=mesh, sequence_parallel=sequence, microbatch_rows=rows if mesh.data > 1 else 1
-    )
+    plan = replace(alone, mesh=mesh, sequence_parallel=sequence, microbatch_rows=rows)
     data = noisy(2)
 
     def run(world):
