@@ -21,7 +21,7 @@ _COUNTED = {
     "evicted": "Pages of the cache that went below, to host memory or a disk.",
     "fetched": "Pages that came back from below.",
     "lost": "Pages that could not come back, and were computed again.",
-    "refused": "Requests that the full queue refused.",
+    "refused": "Requests that were refused: the queue was full, or they would have been late.",
     "busy": "Seconds in steps.",
     "foretold": "Seconds in steps, as foretold.",
 }
