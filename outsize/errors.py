@@ -8,6 +8,10 @@ class OutsizeError(ValueError):
     expected and what to do. The command line prints it without a traceback and exits with 2."""
 
 
+class TooLong(OutsizeError):
+    """More tokens than a request may have, with those that it may draw."""
+
+
 class Everywhere(OutsizeError):
     """One that all workers of a run raise at once: it follows from numbers that all have."""
 

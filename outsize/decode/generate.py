@@ -21,7 +21,7 @@ from torch import Tensor
 from outsize import accelerator
 from outsize.decode.paged import PAGE, PagedCache, PagedPast, Part, pages_of
 from outsize.decode.samplers import Drawn, Sampler, Sampling, drawn
-from outsize.errors import OutsizeError, counted
+from outsize.errors import OutsizeError, TooLong, counted
 from outsize.kernels import rows
 from outsize.models.decoder import Decoder
 from outsize.models.layout import prompted
@@ -176,7 +176,7 @@ def check_request(model: Decoder, ids: Sequence[int], max_new_tokens: int) -> No
     room = config.learned_positions - config.position_offset - config.virtual
     fed = len(ids) + max(max_new_tokens - 1, 0)  # the last token drawn is not fed again
     if config.learned_positions and fed > room:
-        raise OutsizeError(
+        raise TooLong(
             f"a prompt of {counted(len(ids), 'token')} and {max_new_tokens} new need"
             f" {counted(fed, 'position')}; "
             f"this {config.family} model has learned {room}: ask for at most "

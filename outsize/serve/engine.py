@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outsize.decode.generate import Draw, check_request
 from outsize.decode.paged import Part
-from outsize.errors import OutsizeError, counted
+from outsize.errors import OutsizeError, TooLong, counted
 from outsize.hardware.host import gather_huge
 from outsize.kernels import native, rows
 from outsize.kernels.pages import AS_STORED
@@ -146,7 +146,7 @@ class Engine:
             check_request(self.model, ids, max_new_tokens)  # of what is too long no token
         needed = len(ids) + max(max_new_tokens - 1, 0)
         if needed > self.limit:
-            raise OutsizeError(
+            raise TooLong(
                 f"{counted(len(ids), 'token')} and {max_new_tokens} new ones need room for"
                 f" {needed}; a request has room for {self.limit}: ask for fewer, or serve with more"
                 " --context"

@@ -306,6 +306,8 @@ def test_what_is_not_there_is_said(
         found, answer, _ = asked(address, f"/v1/{path}", {**body, **stream})
         assert found == status and answer["error"]["param"] == param
         assert words in answer["error"]["message"]
+        code = "context_length_exceeded" if "has room for" in words else None
+        assert answer["error"]["code"] == code
 
 
 def test_null_is_nothing() -> None:

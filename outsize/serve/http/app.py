@@ -26,7 +26,7 @@ from starlette.exceptions import HTTPException
 
 from outsize.data.tokenizer import Tokenizer
 from outsize.decode.text import check_prompt, many_ids
-from outsize.errors import OutsizeError, counted
+from outsize.errors import OutsizeError, TooLong, counted
 from outsize.serve.asks import Full
 from outsize.serve.calls import CallForm
 from outsize.serve.engine import Engine
@@ -145,7 +145,8 @@ def _errors(app: FastAPI, serving: Serving) -> None:
             return said(500, str(error))  # whatever was asked
         if isinstance(error, Missing):
             return said(404, str(error), "model")
-        return said(400, str(error), _field(str(error)))
+        code = "context_length_exceeded" if isinstance(error, TooLong) else None
+        return said(400, str(error), _field(str(error)), code=code)
 
 
 def _field(message: str) -> str | None:
@@ -182,9 +183,13 @@ def _where(error: Mapping[str, Any]) -> list[str]:
 
 
 def said(
-    status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+    status: int,
+    message: str,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    code: str | None = None,
 ) -> Response:
-    return JSONResponse(fault(status, message, param), status, headers)
+    return JSONResponse(fault(status, message, param, code), status, headers)
 
 
 def _models(app: FastAPI, serving: Serving) -> None:

@@ -117,11 +117,14 @@ def later(error: Full) -> dict[str, str]:
     return {"Retry-After": str(max(1, math.ceil(error.wait)))}
 
 
-def fault(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """The body of an error, as OpenAI has it. param: the field that is wrong."""
+def fault(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """The body of an error, as OpenAI has it. param: the field that is wrong; code: what clients
+    know some errors by."""
     message = message.encode("utf-8", "backslashreplace").decode()  # half a pair that was sent
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": None}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 async def _say(
