@@ -3,6 +3,7 @@ the numbers are those of a base in memory."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -124,13 +125,8 @@ def test_a_base_that_streams_in_place_is_one_in_memory(
             runs.resume(runs.home / "run", "train.steps=6")
 
 
-@pytest.mark.parametrize(
-    ("spoilt", "said"),
-    [("written", "has been written since it was opened"),
-     ("replaced", "base has changed since the run began, which reads")],
-)  # fmt: skip
 def test_a_run_in_place_goes_on_bit_for_bit_and_not_beside_other_files(
-    spoilt, said, runs, spill, monkeypatch
+    runs, spill, monkeypatch
 ) -> None:
     """Files that are replaced are read on as they were opened; what is saved would be beside
     others."""
@@ -138,20 +134,25 @@ def test_a_run_in_place_goes_on_bit_for_bit_and_not_beside_other_files(
     base = base_of(runs.home, "bfloat16", "int4:16")
     keys = {**ADAPTER, "model__name": base, "disk": f"{spill}:64MiB", "memory": "64MiB"}
     runs.train(output=runs.home / "whole", **keys)
-    step = Loop._step
+    before, step = (base / "model.safetensors").read_bytes(), Loop._step
 
-    def changing(loop, batch, show):
-        step(loop, batch, show)
-        if loop.place.step == 4:
-            spoil(base, replaced=spoilt == "replaced")
+    def ends_where(spoilt: str, said: str) -> None:
+        def changing(loop, batch, show):
+            step(loop, batch, show)
+            if loop.place.step == 4:
+                spoil(base, replaced=spoilt == "replaced")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Loop, "_step", changing)
-        before = (base / "model.safetensors").read_bytes()
-        with pytest.raises(OutsizeError, match=said):
-            runs.train(**keys)
+        with monkeypatch.context() as patch:
+            patch.setattr(Loop, "_step", changing)
+            with pytest.raises(OutsizeError, match=said):
+                runs.train(**keys)
+        assert (runs.home / "run" / "latest").read_text().strip() == "step-00000003"
+
+    ends_where("replaced", "base has changed since the run began, which reads")
+    shutil.rmtree(runs.home / "run")
+    (base / "model.safetensors").write_bytes(before)
+    ends_where("written", "has been written since it was opened")
     run = runs.home / "run"
-    assert (run / "latest").read_text().strip() == "step-00000003"
     with pytest.raises(OutsizeError, match="holds other weights than those that the adapter"):
         runs.resume(run)
     (base / "model.safetensors").write_bytes(before)

@@ -69,30 +69,35 @@ def outside(names):
     return {name.split(".")[-2] for name in names if not any(map(str.isdigit, name))}
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", sorted(SIZES.keys() - {"gpt2"}))  # which rests below, as well
 def test_classes_of_transformers(name, near):
     """Within a budget; each worker holds what is predicted, less what has gone already of what it
     sends. Not predicted is what the code between the blocks makes for itself on the second worker
     (of T5 masks and the decoder's embeddings, 0.9%)."""
+    within(near, name)
+
+
+def within(near, name):
+    """What two workers tell of a run within a budget that is plenty."""
     models = [model_of(name, seed) for seed in range(2)]
     changes = {"memory": "4MiB", "microbatches": 6}
     said = play(Mesh(pipeline=2), near(lambda w: piped(name, models[w.rank], **changes)))
     held = check(said, name)
     assert OUTSIDE[name] in (None, [outside(names) for names in held])
     for here in said:
-        print(name, here["peak"], here["predicted"], here["peak"] / here["predicted"])
-    for here in said:
         assert 0.95 * here["predicted"] <= here["peak"] <= 1.01 * here["predicted"]
+    return said
 
 
 WAYS = {
     "data, looped": (
         "data=2,pipeline=2", {"zero": 2, "pipeline": "interleaved:2", "microbatches": 2},
     ),
-    "back and forth": ("pipeline=2", {"pipeline": "zb-v", "microbatches": 6}),
     "what the planner finds": ("pipeline=2", {"pipeline": "auto", "microbatches": 3}),
-    "one microbatch": ("pipeline=2", {"pipeline": "gpipe", "microbatches": 1}),
-    "recompute": ("pipeline=3", {"recompute": ("block",), "memory": "4MiB"}),
+    "back and forth, recompute": (
+        "pipeline=3",
+        {"pipeline": "zb-v", "microbatches": 6, "recompute": ("block",), "memory": "4MiB"},
+    ),
 }  # fmt: skip
 
 
@@ -112,21 +117,23 @@ def test_ways_of_a_pipeline(way, near):
 
 def test_one_microbatch_needs_no_count(near):
     """The loss is the mean of the whole batch, as one worker takes it."""
-    losses, _, _ = plain("own")
+    losses, _, parameters = plain("own")
     models = [model_of("own", seed) for seed in range(2)]
 
     def work(world):
         mine = models[world.rank]
         job = outsize.prepare(
             mine, optimizer_of(mine), loss=lambda output, batch: loss(output, batch) / count(batch),
-            clip=0.5, mesh="pipeline=2",
+            clip=0.5, mesh="pipeline=2", pipeline="gpipe",
         )  # fmt: skip
         found = [float(job.step(batch)) for batch in batches("own")]
+        weights = {key: weight.clone() for key, weight in job.weights()}
         job.close()
-        return found
+        return found, weights
 
-    for found in play(Mesh(pipeline=2), near(work)):
+    for found, weights in play(Mesh(pipeline=2), near(work)):
         assert found == pytest.approx(losses, rel=1e-10)
+        torch.testing.assert_close(weights, {k: p.detach() for k, p in parameters.items()})
 
 
 def test_states_of_a_pipeline_s_workers_rest_below(near, tmp_path, monkeypatch):
@@ -134,11 +141,9 @@ def test_states_of_a_pipeline_s_workers_rest_below(near, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "outsize.train.tiers.measured", lambda spec, date: Tier(spec.name, spec.bytes, rate, rate)
     )
+    budget = max(one["peak"] for one in within(near, "gpt2")) * 3 // 4
     models = [model_of("gpt2", seed) for seed in range(2)]
-    whole = play(Mesh(pipeline=2), near(lambda w: piped("gpt2", models[w.rank], memory="1GiB")))
-    budget = max(one["peak"] for one in whole) * 3 // 4
-    models = [model_of("gpt2", seed) for seed in range(2)]
-    changes = {"memory": budget, "disk": f"{tmp_path}:64MiB"}
+    changes = {"memory": budget, "disk": f"{tmp_path}:64MiB", "microbatches": 6}
     said = play(Mesh(pipeline=2), near(lambda w: piped("gpt2", models[w.rank], **changes)))
     check(said, "gpt2")
     for here in said:
