@@ -93,6 +93,8 @@ def _read() -> str | None:
         try:
             words = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
+            if sys.stdin.isatty():
+                click.echo()
             return None
         except KeyboardInterrupt:
             click.echo()
@@ -130,8 +132,10 @@ def _answered(talk: Talk, words: str, drawn: Drawing, sampling: Sampling) -> Non
     before = signal.signal(signal.SIGINT, lambda *_: asked.set())
     try:
         write = partial(click.echo, nl=False)
-        talk.say(words, drawn.max_tokens, sampling, write, asked.is_set)
+        full = talk.say(words, drawn.max_tokens, sampling, write, asked.is_set)
         click.echo()
+        if full:
+            click.echo(f"the context of {talk.model.config.positions} tokens is full", err=True)
     except OutsizeError as error:
         click.echo(f"error: {error}", err=True)
     finally:

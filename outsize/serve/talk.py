@@ -84,14 +84,24 @@ class Talk:
         sampling: Sampler,
         on_text: Callable[[str], None] | None = None,
         broken: Callable[[], bool] = lambda: False,
-    ) -> str:
+    ) -> bool:
         """Go on with the user's words, and keep them with the answer; where it fails nothing is
-        kept. broken: asked before each token whether that is to be the end."""
+        kept. Gives whether the model's context ended it. broken: asked before each token whether
+        that is to be the end. OutsizeError where the context has no room for an answer."""
         asked = [*self.messages, {"role": "user", "content": words}]
+        config = self.model.config
+        used = config.virtual + len(self.prompt(asked))
+        if (room := config.positions - used) < 1:
+            raise OutsizeError(
+                f"the conversation has {used} tokens, and the model's context is"
+                f" {config.positions}; begin anew, or say less"
+            )
+        drawn = list[int]()
 
         def draw(logits_V: Tensor, index: int) -> int:
-            return self.text.eos if broken() else sampling(logits_V, index)
+            drawn.append(self.text.eos if broken() else sampling(logits_V, index))
+            return drawn[-1]
 
-        said = self.answer(Asked(asked), max_tokens, draw, (), on_text)
+        said = self.answer(Asked(asked), min(max_tokens, room), draw, (), on_text)
         self.messages = [*asked, {"role": "assistant", "content": said}]
-        return said
+        return len(drawn) == room < max_tokens and drawn[-1] not in self.ends

@@ -207,7 +207,8 @@ def test_a_conversation_goes_on_with_all_that_was_said(invoke, model, monkeypatc
         return generate(one, prompt, *rest)
 
     monkeypatch.setattr(Model, "generate", heard)
-    lines = iter(["hello", "/system be brief", "and now?", "/clear", "again", "/nothing"])
+    lines = iter(["hello", "/system be brief", "and now?", "/clear", "again", "/nothing",
+                  "/clear", "/system", "€" * 33 + "ß" * 20, "more"])  # fmt: skip
     monkeypatch.setattr("builtins.input", lambda _: next(lines, None) or end())
     done = invoke("chat", model, "--max-tokens", 5)
     assert done.exit_code == 0, done.output
@@ -220,6 +221,9 @@ def test_a_conversation_goes_on_with_all_that_was_said(invoke, model, monkeypatc
     assert shown[1].endswith(f"{head}and now?<|im_end|>\n<|im_start|>assistant\n")
     assert "hello" not in shown[2] and "be brief" in shown[2] and "again" in shown[2]
     assert len(answers) >= 3 and "/clear begins anew" in done.stderr
+    assert 123 < len(told[3]) < 128, "with room for less than five tokens"
+    assert len(told) == 4 and "the context of 128 tokens is full" in done.stderr
+    assert "and the model's context is 128; begin anew, or say less" in done.stderr
 
 
 def end() -> str:
