@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,10 @@ CACHE = Path("~/.cache/outsize/gguf")
 _FAMILIES = {
     kin.name: family for family, kin in FAMILIES.items() if family not in ("mistral", "mixtral")
 }
-_TRAINED = 8192  # positions before they were stretched
-_LLAMA3 = (8.0, 32.0, 1.0, 2.0, 4.0, 16.0)  # factors that ropes of Llama 3.1 and its kin have
+# What ropes of Llama 3.1 and its kin have: positions before they were stretched (8,192, or those of
+# another model), and factors, for where the factor itself is none of the numbers.
+_TRAINED = (8192, *(2**power for power in range(4, 21) if power != 13))
+_LLAMA3 = (8.0, 32.0, 1.0, 2.0, 4.0, 16.0)
 
 
 def unpack(path: Path, into: Path, dtype: torch.dtype | None = None) -> list[str]:
@@ -180,7 +183,7 @@ def _particular(facts: _Facts, source: dict[str, Any], part: float) -> dict[str,
             alike = {key: source[key] for key in _ALIKE if key in source}
             return alike | {theirs: source[ours] for ours, theirs in _GPT2.items()}
         case "phi3":
-            source["partial_rotary_factor"] = part
+            source |= {"partial_rotary_factor": part, "pad_token_id": None}  # else 32000, no id
             source["original_max_position_embeddings"] = source["max_position_embeddings"]
             source["sliding_window"] = facts.whole("attention.sliding_window", 0) or None
         case "starcoder2":
@@ -215,18 +218,19 @@ def _scaling(file: GgufFile, kin: str, head: int, theta: float) -> dict[str, Any
     if span is None:
         return None
     factors = file.values(span).double()
-    for factor in _LLAMA3:
-        said = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0, "original_max_position_embeddings": _TRAINED}  # fmt: skip
-        if torch.allclose(_llama3(head, theta, factor), factors, rtol=1e-4):
-            return said
+    for trained, factor in product(_TRAINED, (float(factors.max()), *_LLAMA3)):
+        if torch.allclose(_llama3(head, theta, factor, trained), factors, rtol=1e-4):
+            return {
+                "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": trained,
+            }  # fmt: skip
     raise OutsizeError(f"{file.path}: {FACTORS} has factors of no rope that is read")
 
 
-def _llama3(head: int, theta: float, factor: float) -> Tensor:
+def _llama3(head: int, theta: float, factor: float, trained: int) -> Tensor:
     """What Llama 3.1 divides the frequency of each pair by."""
     plain = Rope(head, theta)
-    return factors_of(replace(plain, kind="llama3", factor=factor, trained=_TRAINED))
+    return factors_of(replace(plain, kind="llama3", factor=factor, trained=trained))
 
 
 def _matrix(name: str, span: Span) -> bool:

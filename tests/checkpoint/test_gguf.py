@@ -157,21 +157,23 @@ def test_llama_3s_factors_are_known_again(tmp_path: Path) -> None:
 
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     plain = 1e4 ** -(torch.arange(0, 64, 2) / 64)
-    factors = gguf_model._llama3(64, 1e4, 8.0)
+    factors = gguf_model._llama3(64, 1e4, 8.0, 8192)
     torch.testing.assert_close((plain / scaled).double(), factors, rtol=1e-4, atol=0)
 
 
-def test_llama_3s_way_of_stretching_turns_is_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trained", [8192, 256])
+def test_llama_3s_way_of_stretching_turns_is_written(trained: int, tmp_path: Path) -> None:
     """As factors, since no fact says it; transformers makes the same of the config."""
+    rope = {**ROPE, "original_max_position_embeddings": trained}
     facts = {
         "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 64,
         "num_key_value_heads": 1, "intermediate_size": 32, "vocab_size": 50, "eos_token_id": 0,
         "max_position_embeddings": 131072, "rope_theta": 1e4,
     }  # fmt: skip
-    model = build(parse({"model_type": "llama", **facts, "rope_scaling": ROPE}), 0)
+    model = build(parse({"model_type": "llama", **facts, "rope_scaling": rope}), 0)
     outsize.save(model, tmp_path / "model")
     export(tmp_path / "model", "gguf:F32", tmp_path / "m.gguf")
-    config = transformers.LlamaConfig(**facts, rope_parameters={**ROPE, "rope_theta": 1e4})
+    config = transformers.LlamaConfig(**facts, rope_parameters={**rope, "rope_theta": 1e4})
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     plain = 1e4 ** -(torch.arange(0, 64, 2) / 64)
     (found,) = (x for x in gguf.GGUFReader(tmp_path / "m.gguf").tensors if "rope" in x.name)

@@ -230,6 +230,8 @@ def test_files_of_every_family_are_read_to_the_same_logits(label, tmp_path):
                 tmp_path, gguf_file="m.gguf", dtype=torch.float32
             )
             torch.testing.assert_close(found(ids).logits, wanted, rtol=1e-4, atol=1e-4)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path / "again")
+    assert (theirs.pad_token_id or 0) < theirs.vocab_size, "else it makes no model of it"
 
 
 @pytest.mark.parametrize("family", ["phi3", "gpt2", "mixtral"])
