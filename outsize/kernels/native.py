@@ -39,8 +39,8 @@ COMPILED = (torch.float32, torch.bfloat16, torch.float16)  # those of Triton's k
 _COMPILERS = ("g++", "c++", "clang++")  # g++ first: PyTorch's OpenMP runtime is its
 _OF_DTYPE = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _LIBRARIES = {
-    "passes": Library(("attention", "native", "codes", "draws")),
-    "training": Library(("attention", "blockwise", "sparse", "normal"), ("-DOUTSIZE_BACKWARD",)),
+    "passes": Library(("attention", "native", "codes", "normal", "draws")),
+    "training": Library(("attention", "blockwise", "sparse"), ("-DOUTSIZE_BACKWARD",)),
     "float64": Library(("attention64",)),
     "shared": Library(("shared",)),
     "eights": Library(("eights",)),
@@ -71,13 +71,13 @@ _SIGNATURES: dict[str, dict[str, Signature]] = {
         "attention": (None, (_I, *[_P] * 8, _N, _F, _F, _I)),
         "decode": (None, (_I, _P, _P, _I)),
         "encode": (None, (_I, _P, _N, _N, _P)),
+        "normal": (None, (_I, _P, _N, _N, _P, c_double, _P, _I)),
     },
     "training": {
         "attention_backward": (None, (_I, *[_P] * 8, _N, _F, _F, _I)),
         "sparse_mark": (None, (_I, _P, _N, _N, _P, _P, _I)),
         "sparse_pack": (None, (_I, _P, _N, _N, _P, _P, _P, _I)),
         "sparse_unpack": (_N, (_I, _P, _P, _P, _N, _N, _N, _P, _I)),
-        "normal": (None, (_I, _P, _N, _N, _P, c_double, _P, _I)),
         "blockwise_adam": (None, (_I, _I, *[_P] * 6, _N, _N, *[_P] * 3, _I, _I, _P, _I)),
     },
     "float64": {

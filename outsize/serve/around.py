@@ -11,6 +11,7 @@ import torch
 
 from outsize.decode.generate import GREEDY
 from outsize.models.build import build
+from outsize.models.coding import asked
 from outsize.models.families import parse
 from outsize.serve.asks import Ask, Room
 from outsize.serve.engine import Engine
@@ -21,6 +22,7 @@ from outsize.serve.probed import computing, drawing, quickest
 _MANY = 33  # requests
 _ROUNDS = 3
 _STEPS = 16  # more than are timed
+_ROUNDED = "int8:32+head+a8"
 _NEARLY_NOTHING = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1,
     "num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 64,
@@ -37,8 +39,10 @@ class Host(NamedTuple):
 
 @cache
 @torch.no_grad()
-def around(dtype: torch.dtype, device: torch.device) -> Host:
-    model = Model(build(parse(_NEARLY_NOTHING), 0, dtype=dtype).to(device))
+def around(dtype: torch.dtype, device: torch.device, rounded: bool = False) -> Host:
+    """rounded: by products that a model whose rows all are rounded has compiled."""
+    config = asked(parse(_NEARLY_NOTHING), _ROUNDED if rounded else None)
+    model = Model(build(config, 0, dtype=dtype).to(device))
     price = computing(model, range(3), _MANY, 64)
     one, many = (_seconds(model, count) - price.step(count, count, 0.0) for count in (1, _MANY))
     each = max(0.0, many - one) / (_MANY - 1)

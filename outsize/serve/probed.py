@@ -75,7 +75,7 @@ def probed(
         gather_huge(spans)  # where steps read them a sixth faster
     found = computing(model, here, budget, context, reading)
     with rows.alone():
-        own = around(weight.dtype, weight.device)
+        own = around(weight.dtype, weight.device, model.config.rounded and weight.is_cpu)
     draw = drawing(model)
     each = own.each + draw
     head = Curve(tuple((n, seconds + n * each) for n, seconds in found.head.points))

@@ -26,6 +26,8 @@ from outsize.models.decoder import Decoder
 from outsize.models.families import parse
 from outsize.models.linear import linears
 from outsize.parallel.tensor.decoder import split
+from outsize.serve import probed
+from outsize.serve.around import around
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2,
@@ -119,6 +121,8 @@ def test_what_serving_does_not_use_is_not_compiled(
         fresh = native.load(compiler, kernels)
         assert fresh is not None
         monkeypatch.setattr(native, "library", lambda fresh=fresh: fresh)
+        around.cache_clear()  # as a first start has it
+        monkeypatch.setattr(probed, "kept", lambda kind, key, make, holds: make())
         with outsize.engine(stored, weights=weights, cache=cache, context=32) as engine:
             before = set(fresh.libraries._open)
             assert engine.generate([IDS], max_tokens=3) and list(engine.logprobs(IDS))
