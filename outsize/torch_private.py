@@ -311,8 +311,9 @@ def within(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def transforming() -> bool:
-    """Whether a transform of torch.func is under way."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a transform of torch.func is under way, or forward-mode differentiation."""
+    forward = torch.autograd.forward_ad._current_level >= 0
+    return forward or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def hooked(one: Tensor | torch.nn.Module) -> bool:

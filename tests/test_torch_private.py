@@ -372,4 +372,6 @@ def test_hooks_wrappers_and_transforms_are_seen():
     assert private.within(nn.DataParallel(model)) is model is private.within(model)
     seen = [private.transforming()]
     torch.func.vmap(lambda x: seen.append(private.transforming()) or x)(torch.ones(2))
-    assert seen == [False, True]
+    with torch.autograd.forward_ad.dual_level():
+        seen.append(private.transforming())
+    assert seen == [False, True, True]

@@ -265,7 +265,7 @@ def _widest(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """torch.cat, which on the meta device is a reference kernel that imports torch._dynamo."""
+    """torch.cat, which on the meta device is a reference kernel that imports torch.compile."""
     first = tensors[0]
     if not first.is_meta:
         return torch.cat(tuple(tensors), dim)

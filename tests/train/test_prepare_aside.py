@@ -11,6 +11,7 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -64,6 +65,11 @@ class Opened(Gated):
 class Plain(Gated):
     def forward(self, x):
         return self.both(x)[0]
+
+
+class Smooth(Gated):
+    def forward(self, x):
+        return x + self.up(x).tanh()  # PyTorch's slope of a softmax has no gradient
 
 
 class InPlace(Gated):
@@ -164,6 +170,18 @@ class Mapped(Model):
         return torch.func.vmap(row)(x), 0.0
 
 
+class Sloped(Model):
+    """The slope of what its blocks give goes around them, by forward-mode differentiation."""
+
+    def through(self, x):
+        with forward_ad.dual_level():
+            y = forward_ad.make_dual(x, torch.ones_like(x))
+            for layer in self.layers:
+                y = layer(y)
+            y, slope = forward_ad.unpack_dual(y)
+        return y + slope, 0.0
+
+
 class Checkpointed(Model):
     def through(self, x):
         for layer in self.layers:
@@ -206,7 +224,7 @@ def streamed(tmp_path, memory=27_500):
 @pytest.mark.parametrize(
     ("kind", "block"), [
         (ByList, Listed), (ByDataclass, Opened), (Backwards, InPlace), (Forces, Plain),
-        (Mapped, Plain),
+        (Mapped, Plain), (Sloped, Smooth),
     ],
 )  # fmt: skip
 def test_what_blocks_do_besides_is_seen(kind, block, recompute):
@@ -245,6 +263,7 @@ def test_a_mapping_of_a_type_of_its_own_is_a_batch(kind):
         (Checkpointed, Plain, "'layers.2' is called in the backward pass"),
         (Forces, Plain, r"is differentiated where it runs \(torch\.autograd\.grad"),
         (Mapped, Plain, r"'layers.0' is called inside torch\.func"),
+        (Sloped, Smooth, r"'layers.0' is called inside torch\.func .* or forward_ad"),
     ],
 )
 def test_what_nobody_would_see_below_the_device_is_refused(kind, block, message, tmp_path):

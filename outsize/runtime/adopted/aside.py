@@ -141,12 +141,13 @@ _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
 def refuse_transforms(path: str) -> None:
-    """Refuse a call of a block inside torch.func: its inputs are values of the transform."""
+    """Refuse a call of a block inside torch.func: its inputs are values of the transform. So of
+    forward-mode differentiation, whose tangents end where a graph is cut."""
     if transforming():
         raise Uncut(
-            f"block {path!r} is called inside torch.func (vmap, grad, jvp), which would have to see"
-            " what it computes; name other blocks by a path pattern, or leave out memory, tiers,"
-            " mesh and recompute"
+            f"block {path!r} is called inside torch.func (vmap, grad, jvp) or forward_ad, which"
+            " would have to see what it computes; name other blocks by a path pattern, or leave out"
+            " memory, tiers, mesh and recompute"
         )
 
 
