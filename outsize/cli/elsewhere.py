@@ -46,6 +46,7 @@ _OPTIONS = (
     click.option(
         "--html", metavar="FILE", type=click.Path(path_type=Path), help="Draw the best plan's step."
     ),
+    click.option("--lengths", metavar="L:N,...", help="Of whole documents, as 512:70,2048:30."),
     click.option("--tokens", metavar="N", help="Tokens of the whole run, as 2T: days and hours."),
     click.option("--price", metavar="N/h", help="Of a device and hour, as 2.50/h."),
     click.option("--watts", type=float, help="Of a device in use, instead of the catalogue's."),
@@ -53,10 +54,10 @@ _OPTIONS = (
 )
 _NAMES = (
     "hardware", "require", "forbid", "max_devices", "objective", "seconds", "explain", "html",
-    "tokens", "price", "watts", "top",
+    "lengths", "tokens", "price", "watts", "top",
 )  # fmt: skip
 
-_LIKE = ("max_devices", "explain", "html")  # of devices of one kind alone
+_LIKE = ("max_devices", "explain", "html", "lengths")  # of devices of one kind alone
 
 
 def described(command: Callable[..., None]) -> Callable[..., None]:
@@ -84,6 +85,7 @@ class Elsewhere:
     seconds: float
     explain: bool
     html: Path | None
+    lengths: str | None
     tokens: str | None
     price: str | None
     watts: float | None
@@ -147,7 +149,8 @@ class Elsewhere:
         if self.html is not None:
             _draw(self.html, name, shape, cluster, made.plans[0])
         best = made.plans[0]
-        cost = self._cost(best.tokens, best.seconds, best.layout.devices, price)
+        step = best.tokens * asked.lengths.filled
+        cost = self._cost(step, best.seconds, best.layout.devices, price)
         answer = Answer(shape, asked, cluster, made, cost)
         digest = "" if shape.module is None else shape.module.digest
         _write(out, name, plan_of(shape, best.layout) if out else None, best.machines, digest)
@@ -158,6 +161,7 @@ class Elsewhere:
     ) -> tuple[Asked, int]:  # fmt: skip
         """What is asked, and the tokens of a step."""
         from outsize.foresight.planning.asked import Asked, Conditions, conditions
+        from outsize.foresight.planning.lengths import WHOLE, lengths
         from outsize.memory import parse_bytes
 
         said = _values(sets)
@@ -169,6 +173,7 @@ class Elsewhere:
         if places["mesh"]:
             required = (*required, *_mesh(places["mesh"], cluster.count))
         objective: Any = self.objective
+        documents = lengths(self.lengths, sequence) if self.lengths is not None else WHOLE
         asked = Asked(
             sequence,
             tokens // sequence,
@@ -176,9 +181,8 @@ class Elsewhere:
             Conditions(required, conditions(self.forbid, "--forbid")),
             parse_bytes(places["memory"]) if places["memory"] else None,
             self.max_devices,
-            objective,
-            self.seconds,
-        )
+            objective, self.seconds, lengths=documents,
+        )  # fmt: skip
         return asked, tokens
 
     def _rates(self, cluster: Cluster) -> tuple[float | None, float | None]:

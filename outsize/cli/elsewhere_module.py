@@ -104,6 +104,8 @@ def _terms(asked: Asked, given: Given, tokens: int, said: Collection[str], shape
             f"train.sequence is {asked.sequence}, and a row of {shape.module.name} has"
             f" {given.tokens}; leave it out"
         )
+    if asked.lengths.seen:
+        raise OutsizeError(f"--lengths of {shape.module.name}: a factory's rows are one length")
     if tokens < given.tokens:
         raise OutsizeError(
             f"train.batch_tokens is {tokens}; expected {given.tokens} or more, a row"

@@ -149,6 +149,8 @@ def _as_json(answer: Answer, why: Why | None) -> dict[str, Any]:
         "rows": asked.batch,
         "devices": answer.cluster.count,
         "device": answer.cluster.groups[0].device.name,
+        "document_tokens": asked.lengths.seen or asked.sequence,
+        "filled": asked.lengths.filled,
         "objective": asked.objective,
         "conditions": asked.conditions.said(),
         "counted": made.counted,
@@ -263,6 +265,9 @@ def _said(answer: Answer) -> Iterator[str]:
         f"{asked.batch} rows of {asked.sequence} tokens a step;"
         f" {best.layout.devices} of {cluster.count} devices ({cluster.groups[0].device.name})"
     )
+    if asked.lengths.seen:
+        seen, filled = asked.lengths.seen, asked.lengths.filled
+        yield f"whole documents fill {filled:.1%} of rows; a token is in one of {seen} in the mean"
     resource = max(by_resource(best.lanes).items(), key=lambda item: item[1])[0]
     cells = f"; {made.shut} meshes with rows are slower by a bound" if made.shut else ""
     yield f"{made.fitting} of {made.counted} layouts fit{cells}"

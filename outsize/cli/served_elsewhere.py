@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _TRAINED = (
     "require", "forbid", "max_devices", "objective", "seconds", "explain", "html", "tokens",
-    "price", "watts", "sets", "out", "prompt_tokens", "max_tokens", "temperature", "top_k", "top_p",
+    "price", "watts", "lengths", "sets", "out", "prompt_tokens", "max_tokens", "temperature",
+    "top_k", "top_p",
 )  # fmt: skip
 _HERE = ("host_memory", "disk", "tiers", "workers", "cache", "queue")
 PRODUCTS = ("bf16", "fp8")  # of weights as they are multiplied, the first also of those in codes

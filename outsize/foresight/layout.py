@@ -121,7 +121,8 @@ class Layout:
     """A mesh, sizes of a step, and what is kept. shards: over how many data-parallel workers the
     parameters are cut (1: none), states: over how many the optimizer's; batch: rows of a step;
     whole: of each stage's layers, those that are recomputed whole where `recompute` is "none";
-    wide: layers that stay in 16 bits where others have fewer."""
+    wide: layers that stay in 16 bits where others have fewer; seen: tokens of the document that a
+    token is in, in the mean, 0 where that is the whole row."""
 
     devices: int
     rows: int
@@ -146,6 +147,7 @@ class Layout:
     whole: int = 0
     resting: Resting = Resting()
     wide: int = 0
+    seen: int = 0
 
     def __post_init__(self) -> None:
         sizes = {
@@ -181,6 +183,11 @@ class Layout:
     def tokens(self) -> float:
         """Of a microbatch, on one worker of the context axis."""
         return self.rows * self.sequence / self.context
+
+    @property
+    def attended(self) -> int:
+        """Tokens of the document that a token is in."""
+        return self.seen or self.sequence
 
     @property
     def vocabulary_over(self) -> int:

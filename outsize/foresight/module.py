@@ -172,7 +172,9 @@ class Module:
     def flops(self, lay: Layout) -> float:
         """Operations of a step in products and attention, nothing computed again."""
         one = self.rehearsed(lay.rows, 1, False)
-        each = sum(cost.work.flops() for cost in (*one.forward, *one.backward))
+        every = [cost.work for cost in (*one.forward, *one.backward)]
+        apart = 1 - lay.attended / lay.sequence  # scores of other documents
+        each = sum(done.flops() - apart * sum(done.attention.values()) for done in every)
         return each * lay.batch / lay.rows
 
     def sent(self, lay: Layout) -> float:
@@ -251,6 +253,8 @@ def _lanes(work: Work, cost: ActionCost, inside: bool, sums: int) -> Lanes:
     for (direction, _), operations in done.attention.items():
         size = done.widest
         back = direction == "backward"
+        if lay.seen:
+            operations, size = operations * lay.seen / lay.sequence, (lay.seen, size[1])
         found["attention"] += work.source.attention(operations, size, lay.attention, back).seconds
     found["traffic"] += work.source.traffic(done.moved).seconds
     work.launch(found, done.calls)

@@ -174,10 +174,10 @@ class Work:
     def _scores(self) -> Lanes:
         s, lay, found = self.shape, self.layout, lanes()
         kernel = self._kernel()
-        whole = s.scores(lay.sequence) / s.parts.attending * lay.tokens / lay.tensor
+        whole = s.scores(lay.attended) / s.parts.attending * lay.tokens / lay.tensor
         again = lay.recompute in ("full", "attention")
         if kernel in KERNELS_FUSED:
-            head = (lay.sequence, sum(s.widths) // 2)
+            head = (lay.attended, sum(s.widths) // 2)
             forward = self.source.attention(whole / 2, head, kernel, False).seconds
             back = self.source.attention(2.5 * whole / 2, head, kernel, True).seconds
             again = lay.recompute == "full"  # the kernel computes scores again by itself

@@ -14,6 +14,7 @@ from typing import Literal
 
 from outsize.errors import OutsizeError, nearest
 from outsize.foresight.layout import Layout
+from outsize.foresight.planning.lengths import WHOLE, Lengths
 
 Objective = Literal["time", "memory", "cost", "energy"]
 Value = int | str
@@ -141,7 +142,8 @@ class Asked:
     """What is to be trained, on which terms. batch: rows of a step; memory: bytes of a device, at
     most (None: what it has); devices: at most (None: all); seconds: of searching; carried_out:
     whether this runtime is to do it, which cuts states over the workers that have the same experts,
-    not over those of all experts as Megatron's does."""
+    not over those of all experts as Megatron's does; lengths: of documents, whole rows where
+    nothing is said."""
 
     sequence: int
     batch: int
@@ -152,6 +154,7 @@ class Asked:
     objective: Objective = "time"
     seconds: float = 10.0
     carried_out: bool = False
+    lengths: Lengths = WHOLE
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:

@@ -304,7 +304,7 @@ def forecast(
                 priced.lanes(i),
                 held[i],
                 room,
-                COUNTS["causal"](shape, tokens, layout.sequence, False)
+                COUNTS["causal"](shape, tokens, layout.attended, False)
                 if shape.module is None
                 else shape.module.flops(layout),
                 peak * layout.devices,

@@ -153,6 +153,8 @@ def _roomier(asked: Asked, cluster: Cluster) -> tuple[Asked, Cluster]:
 def _shorter(shape: Shape, asked: Asked) -> Asked:
     if shape.module is not None:
         raise OutsizeError("a module is rehearsed at one length; --set train.sequence says another")
+    if asked.lengths.seen:
+        raise OutsizeError("documents keep their lengths; --set train.sequence says another row")
     if asked.sequence % 2:
         raise OutsizeError(f"{asked.sequence} tokens have no half")
     return replace(asked, sequence=asked.sequence // 2, batch=asked.batch * 2)

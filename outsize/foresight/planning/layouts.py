@@ -60,7 +60,7 @@ def _base(asked: Asked, count: int, mesh: tuple[int, int, int, int], rows: int) 
     stack = WIDE if asked.precision == "fp32" else STACK
     return Layout(
         count, rows, asked.batch, asked.sequence, stack, t, p, c, e, precision=asked.precision,
-        attention=stack.attention, sequence_parallel=t > 1,
+        attention=stack.attention, sequence_parallel=t > 1, seen=asked.lengths.seen,
     )  # fmt: skip
 
 
