@@ -84,9 +84,9 @@ class Job(Stateful):
         self.totals, self.shard_groups = Totals(self.world, chunks), ShardGroups(self.world, chunks)
         check_same(self.placement, line)
         self.whole_tensors = WholeTensors(cuts, self.world)
-        self.passing: StageLinks | None = None
+        self.stage_links: StageLinks | None = None
         if chunks.pipelining is not None:
-            self.passing = StageLinks(self.world, chunks, device, kind, self.rows)
+            self.stage_links = StageLinks(self.world, chunks, device, kind, self.rows)
         with self.watch.on():
             self.weight_pool = WeightPool(
                 self.placement, self.stores, device, kind, self.shard_groups
@@ -166,8 +166,8 @@ class Job(Stateful):
         """
         self.method.close()
         self.engine.close()
-        if self.passing is not None:
-            self.passing.close()
+        if self.stage_links is not None:
+            self.stage_links.close()
 
     def step(self, batch: Any, lr: float | None = None, rows: int | None = None) -> Tensor:
         """Train on one batch; gives the mean loss over its valid targets, a scalar tensor.
@@ -216,7 +216,7 @@ class Job(Stateful):
         # that they hold no more than a step's.
         layers = self.placement.rooms and self.plan.order == "layer"
         count = self.plan.microbatches if layers else 1
-        alike = self.passing is not None or self.placement.items.residency.gathered
+        alike = self.stage_links is not None or self.placement.items.residency.gathered
         own = len(cuts)
         cuts += cuts[-1:] * (self.totals.most(own) - own)  # for others' experts, and not counted
         count = max(1, len(cuts)) if alike else count

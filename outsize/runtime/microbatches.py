@@ -19,7 +19,7 @@ from outsize.torch_private import tree_leaves
 
 # By microbatch its walk, and what tells messages of other shapes apart.
 Carried = Callable[[int], tuple[Walk, Hashable]]
-SpillOf = Callable[[int, int], Spill | None]  # by stage and microbatch
+SpillsOf = Callable[[int, int], Spill | None]  # by microbatch and stage
 
 
 def nothing_leaves(microbatch: int, stage: int) -> None:
@@ -29,7 +29,7 @@ def nothing_leaves(microbatch: int, stage: int) -> None:
 class Microbatches:
     """Cuts a batch into walks, each of which begins with the first action that needs it.
 
-    spill_of: what takes the activations that a stage keeps of a microbatch. sent: their tensors
+    spills_of: what takes the activations that a stage keeps of a microbatch. sent: their tensors
     cross to other workers, in messages that differ with their shapes. device: to which they are
     copied, by actions; None: they are where they are computed with.
     """
@@ -38,11 +38,11 @@ class Microbatches:
         self,
         flow: Flow,
         watch: Watch,
-        spill_of: SpillOf,
+        spills_of: SpillsOf,
         sent: bool,
         device: torch.device | None = None,
     ) -> None:
-        self.flow, self._watch, self._spill_of, self._sent = flow, watch, spill_of, sent
+        self.flow, self._watch, self._spills_of, self._sent = flow, watch, spills_of, sent
         self._device = device
         self._batch: Any = None
         self.under_way: dict[int, Walk] = {}
@@ -98,7 +98,7 @@ class Microbatches:
             with self._watch.kind("data"):
                 self.bring(m, self.part(m))
         part = self._parts.pop(m)
-        spill_of = partial(self._spill_of, m)
+        spill_of = partial(self._spills_of, m)
         walk = flow.begin(part, self._factor, spill_of, points.held(m), points.way(m))
         self.under_way[m] = walk
         return walk

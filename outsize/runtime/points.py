@@ -17,15 +17,15 @@ _LATER = (Kind.SAMPLE, Kind.SEND)  # what a walk stays for, behind its stages
 
 class Points:
     """uses: by stage, those whose parameters it computes with. behind: stages are updated before
-    NORM. start: what the list expects to find in the pool. evaluates: it runs forward alone.
+    NORM. start: what the list expects to find in the pool. evaluates: nothing is updated.
 
     anew: stages whose gradients in the pool begin, by the place of the action that adds first.
     complete: stages whose gradients have all been added and will leave, by the last that adds.
-    at_update, at_reduce: stages whose sums are known just before their update; whose sums leave
-    with the last REDUCE. outdated: places of the updates
-    that change parameters which the pool holds still. sums: places of the REDUCEs that are the last
-    of their stage. spilled: (stage, microbatch) whose activations leave. ends: microbatches whose
-    walk has no more to do, by the place of the last action that needs it: none where the losses of
+    at_update: stages whose sums are known just before their update; at_reduce: those whose sums
+    leave with the last REDUCE. outdated: places of the updates that change parameters which the
+    pool holds still. sums: places of the REDUCEs that are the last of their stage. spilled: (stage,
+    microbatch) whose activations leave. ends: microbatches whose walk has no more to do, by the
+    place of the last action that needs it: none where the losses of
     an evaluation come later, from all workers."""
 
     def __init__(

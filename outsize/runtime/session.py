@@ -45,13 +45,13 @@ RESIDENT = Resident()
 @dataclass(frozen=True)
 class Peers:
     """The workers that take the same steps, as one of them meets the others. plan: of the mesh;
-    draws: whether this one draws the tokens; tell: gives what that one has, on every one; passing:
-    how activations go on, where the stages lie on several."""
+    draws: whether this one draws the tokens; tell: gives what that one has, on every one;
+    stage_links: how activations go on, where the stages lie on several."""
 
     plan: Plan
     draws: bool = True
     tell: Callable[[Tensor], Tensor] = untold
-    passing: StageLinks | None = None
+    stage_links: StageLinks | None = None
 
 
 class Session:
@@ -75,15 +75,15 @@ class Session:
         count, self.watch = len(model.blocks) + 2, Watch()
         stages = per_segment(count) if run is None else (Stage(0, count),)
         peers = peers or Peers(Plan(count, stages, 1))
-        flow, self._passing = NativeFlow(model, peers.plan), peers.passing
-        passing = self._passing
-        microbatches = Microbatches(flow, self.watch, nothing_leaves, sent=passing is not None)
-        hand = nothing_comes if passing is None else passing.hand
+        flow, self._stage_links = NativeFlow(model, peers.plan), peers.stage_links
+        stage_links = self._stage_links
+        microbatches = Microbatches(flow, self.watch, nothing_leaves, sent=stage_links is not None)
+        hand = nothing_comes if stage_links is None else stage_links.hand
         sample = Sample(lambda m: microbatches.of(m).loss, peers.draws, peers.tell)
         handlers: list[Handler] = [Forward(microbatches, hand), Arrivals(weights), sample]
         before: list[Hook] = []
-        if passing is not None:
-            links = Links(passing, microbatches)
+        if stage_links is not None:
+            links = Links(stage_links, microbatches)
             handlers.append(links)
             before.append(links.sweep)
         self.engine = Engine(handlers, flow.device, self.watch, before, [microbatches.ending])
@@ -164,8 +164,8 @@ class Session:
     def close(self) -> None:
         """End its threads, once everything has gone; raises what went wrong there."""
         self.engine.close()
-        if self._passing is not None:
-            self._passing.close()
+        if self._stage_links is not None:
+            self._stage_links.close()
 
     def __enter__(self) -> Session:
         return self

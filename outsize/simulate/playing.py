@@ -94,8 +94,8 @@ def _played(
     job_of, batch_of = makers
     with FakeMode():
         job = job_of(plan, ledger)
-        if job.passing is not None:
-            job.passing.told(forms)
+        if job.stage_links is not None:
+            job.stage_links.told(forms)
         job.ready(batch_of(plan.own_rows), 1.0)
         static = {kind: count for kind, count in ledger.live.items() if count}
         costs = _costs(job, ledger)
@@ -104,11 +104,11 @@ def _played(
         with torch.no_grad():
             job.method.microbatches.ready(replace(batch, noise=None), [(0, size)], 1.0)
             evaluation = highest(job.engine, job.playable(job.placement.evaluation(1)), ledger)
-        if job.passing is not None:  # of what is sent some may be under way
-            sent = sum(form.nbytes for one in job.passing.forms.values() for form in one)
+        if job.stage_links is not None:  # of what is sent some may be under way
+            sent = sum(form.nbytes for one in job.stage_links.forms.values() for form in one)
             static["activations"] = static.get("activations", 0) + LIMIT * sent
-            forms |= job.passing.forms
-            job.passing.close()
+            forms |= job.stage_links.forms
+            job.stage_links.close()
     actions = (filled(s.action, cost) for s, cost in zip(job.loaded.steps, costs, strict=True))
     schedule = replace(job.loaded.schedule, workers=(tuple(actions),))
     return _Worker(job, static, costs, schedule, evaluation, ledger.grain)
@@ -198,8 +198,8 @@ def _costs(job: Job, ledger: Ledger) -> list[ActionCost | None]:
 
 def _passed(job: Job, action: Action) -> Iterator[Said]:
     """What goes to or comes from another worker of a pipeline."""
-    if action.kind in (Kind.SEND, Kind.RECV) and job.passing is not None:
-        yield Said("pipeline", action.kind.lower(), job.passing.size(action))
+    if action.kind in (Kind.SEND, Kind.RECV) and job.stage_links is not None:
+        yield Said("pipeline", action.kind.lower(), job.stage_links.size(action))
 
 
 def seconds_of(job: Job, hardware: Hardware, action: Action, cost: ActionCost | None) -> float:

@@ -122,8 +122,8 @@ def trained(plan: Plan, family: str, asks: bool) -> list[Any]:
                     answers.append(job.generate(PROMPTS, NEW, SAMPLINGS, logprobs=True))
             weights = {name: w.clone() for name, w in job.weights()}
             job.method.microbatches.ready(None, (), 1.0)  # the last batch is let go,
-            if job.passing is not None:
-                job.passing.sweep()  # and what has been sent
+            if job.stage_links is not None:
+                job.stage_links.sweep()  # and what has been sent
             live = dict(job.ledger.live)
             job.close()
         return losses, answers, weights, live
@@ -189,9 +189,9 @@ def test_what_a_request_holds_is_predicted_and_inside_the_budget(name: str) -> N
             if asks:
                 job.method.microbatches.ready(None, (), 1.0)  # as a request begins
                 held = replace(resident(mine), mesh=plan.mesh, rank=world.rank)
-                if job.passing is not None:
-                    job.passing.sweep()
-                    holds = job.passing.line.role(job.passing.turn).holds
+                if job.stage_links is not None:
+                    job.stage_links.sweep()
+                    holds = job.stage_links.line.role(job.stage_links.turn).holds
                     held = replace(held, here=tuple(s in holds for s in range(SEGMENTS)))
                 found = needs(held, request, PREFILL_TOKENS)
                 before = ledger.total

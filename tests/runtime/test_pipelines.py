@@ -245,7 +245,7 @@ def test_a_message_that_fails_ends_the_step(monkeypatch):
         mine, plan = model("llama, untied"), piped("1f1b")
         job = Job(NativeFlow(mine, plan), plan, Recipe(AdamW()), Here(world))
         if world.rank == 0:
-            for sender in job.passing._senders.values():
+            for sender in job.stage_links._senders.values():
                 sender._pair = None  # every message fails, before the next is sent
                 monkeypatch.setattr(sender, "send", awaited(sender.send))
         with pytest.raises((AttributeError, threading.BrokenBarrierError)) as caught:

@@ -19,22 +19,22 @@ class Links:
 
     kinds = (Kind.SEND, Kind.RECV)
 
-    def __init__(self, passing: StageLinks, microbatches: Microbatches) -> None:
-        self.passing, self._microbatches = passing, microbatches
+    def __init__(self, stage_links: StageLinks, microbatches: Microbatches) -> None:
+        self.stage_links, self._microbatches = stage_links, microbatches
 
     def bind(self, action: Action, index: int, points: Points) -> Deed:
-        passing, of, m = self.passing, self._microbatches, action.microbatch
+        stage_links, of, m = self.stage_links, self._microbatches, action.microbatch
         return Deed(
-            lambda: passing.move(action, of.shapes(m)),
-            lambda: passing.prepare(action, of.of, of.shapes(m)),
+            lambda: stage_links.move(action, of.shapes(m)),
+            lambda: stage_links.prepare(action, of.of, of.shapes(m)),
         )
 
     def begin(self, points: Points) -> None:
-        self.passing.evaluating = points.forward
+        self.stage_links.evaluating = points.forward
 
     def reset(self) -> None:
-        self.passing.reset()
+        self.stage_links.reset()
 
     def sweep(self, index: int, points: Points) -> Callable[[], None]:
         """Before an action: what has gone is let go."""
-        return self.passing.sweep
+        return self.stage_links.sweep

@@ -58,7 +58,12 @@ class Training(Method):
     stops to require a gradient is left as it is until it does again."""
 
     def __init__(self, job: Job) -> None:
-        watch, weight_pool, passing, recipe = job.watch, job.weight_pool, job.passing, job.recipe
+        watch, weight_pool, stage_links, recipe = (
+            job.watch,
+            job.weight_pool,
+            job.stage_links,
+            job.recipe,
+        )
         _, groups = grouped(job.flow, recipe)
         self._optimizer, self._flow, self._pool = recipe.optimizer, job.flow, weight_pool
         self.updates = Updates(weight_pool, recipe.optimizer, groups, job.whole_tensors)
@@ -71,7 +76,7 @@ class Training(Method):
         self.spilling = Spilling(spills, job.plan, job.stores, watch)
         device = weight_pool.device if job.placement.items.apart else None
         self.microbatches = Microbatches(
-            job.flow, watch, self.spilling.of, passing is not None, device
+            job.flow, watch, self.spilling.of, stage_links is not None, device
         )
         self.norm = Norm(
             weight_pool, self.microbatches, gradients, self.updates, job.totals, recipe.clip, watch
@@ -79,7 +84,7 @@ class Training(Method):
         self.norm.scaling = LossScale() if job.plan.precision.scaled else None
         self.update = Update(self.updates, gradients, self.norm, job.totals)
         movement = Movement(weight_pool, self.norm.square)
-        hand = nothing_comes if passing is None else passing.hand
+        hand = nothing_comes if stage_links is None else stage_links.hand
         self.backward = Backward(self.microbatches, gradients, spills, hand)
         self.sample = sampling(job, self.microbatches)
         handlers: list[Handler] = [
@@ -91,8 +96,8 @@ class Training(Method):
         before: list[Hook] = [movement.anew]
         if job.rows is not None:
             handlers.append(job.rows.handler(self.microbatches, not job.placement.chunks.turn))
-        if passing is not None:
-            links = Links(passing, self.microbatches)
+        if stage_links is not None:
+            links = Links(stage_links, self.microbatches)
             handlers.append(links)
             before.insert(0, links.sweep)
         after: list[Hook] = [self.norm.completing, self.microbatches.ending]

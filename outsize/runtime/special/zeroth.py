@@ -91,18 +91,18 @@ class Losses(Method):
                 job.weight_pool, job.owners, self.learns, uses, compute, job.watch.kind
             )
         device = job.weight_pool.device if job.placement.items.apart else None
-        passing = job.passing
-        sent = passing is not None
+        stage_links = job.stage_links
+        sent = stage_links is not None
         self.microbatches = Microbatches(job.flow, job.watch, nothing_leaves, sent, device)
-        self._hand = nothing_comes if passing is None else passing.hand
+        self._hand = nothing_comes if stage_links is None else stage_links.hand
         self.sample = sampling(job, self.microbatches)
         moves = Arrivals(job.weight_pool), Movement(job.weight_pool)
         handlers: list[Handler] = [Losing(self), *moves, self.sample]
         if device is not None:
             handlers.append(Copies(self.microbatches, device, job.watch))
         before: list[Hook] = []
-        if passing is not None:
-            links = Links(passing, self.microbatches)
+        if stage_links is not None:
+            links = Links(stage_links, self.microbatches)
             handlers.append(links)
             before.append(links.sweep)
         after = [self.microbatches.ending]

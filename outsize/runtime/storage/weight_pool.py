@@ -33,8 +33,8 @@ NO_STORES: Mapping[str, Store] = {}
 class WeightPool:
     """Makes the chunks of a placement and moves what rests below.
 
-    account: the ledger's way to say which kind a buffer is. peers: the workers with which states
-    are shared.
+    account: the ledger's way to say which kind a buffer is. shard_groups: the workers with which
+    states are shared; where there are none, this worker alone.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class WeightPool:
         stores: Mapping[str, Store],
         device: torch.device,
         account: Account,
-        peers: ShardGroups | None = None,
+        shard_groups: ShardGroups | None = None,
     ) -> None:
         self.placement, self.device = placement, device
-        self.shard_groups = peers or ShardGroups(Lone(), placement.chunks)
+        self.shard_groups = shard_groups or ShardGroups(Lone(), placement.chunks)
         self.homes = Homes(placement, stores)
         with account("window"):
             self.pool = pool_on(placement.pool, device)
