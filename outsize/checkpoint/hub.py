@@ -41,6 +41,7 @@ WORDS = (
     "generation_config.json",
 )  # the files of a tokenizer, and of what ends a text
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # not quantised
+_SPELLED = ", ".join(map(str, WEIGHT_DTYPES))
 
 
 def read_config(path: str | Path) -> DecoderConfig:
@@ -232,7 +233,7 @@ def whole_directory(path: str | Path, write: Callable[[Path], None]) -> None:
 def check_dtype(dtype: torch.dtype | None) -> None:
     """Refuse one that weights do not have."""
     if dtype not in (None, *WEIGHT_DTYPES):
-        raise OutsizeError(f"dtype = {dtype!r}, expected None or one of {_spell(WEIGHT_DTYPES)}")
+        raise OutsizeError(f"dtype = {dtype!r}, expected None or one of {_SPELLED}")
 
 
 def _config_dtype(config: DecoderConfig) -> torch.dtype:
@@ -271,10 +272,6 @@ def _some(names: list[str]) -> str:
     return f"tensor {names[0]!r}{more}"
 
 
-def _spell(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(str(dtype) for dtype in dtypes)
-
-
 def _check(
     shards: Shards, names: Mapping[str, str], model: Decoder, stored: Iterable[Stored]
 ) -> None:
@@ -288,7 +285,7 @@ def _check(
             entry.dtype not in (torch.uint8, *WEIGHT_DTYPES)
         ):
             raise OutsizeError(
-                f"{where} has dtype {entry.dtype}, expected one of {_spell(WEIGHT_DTYPES)}: "
+                f"{where} has dtype {entry.dtype}, expected one of {_SPELLED}: "
                 "load weights that are not quantised"
             )
 

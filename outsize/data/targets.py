@@ -212,15 +212,14 @@ def _without(text: str, ends: tuple[str, ...]) -> str:
 
 def placed(tokenizer: Tokenizer, text: str) -> Placed:
     """The tokens of a text that a template has written."""
+    return tokenizer.encode_placed(text) if END not in text else _ended(tokenizer, text)
 
-    return tokenizer.encode_placed(text) if END not in text else _ended(tokenizer, text, END)
 
-
-def _ended(tokenizer: Tokenizer, text: str, end: str) -> Placed:
+def _ended(tokenizer: Tokenizer, text: str) -> Placed:
     """Of one that says where the end token of bytes is."""
     ids, starts, ends, widths = [], [], [], []
     at = 0
-    for number, part in enumerate(text.split(end)):
+    for number, part in enumerate(text.split(END)):
         if number:
             ids.append(np.array([tokenizer.eos], dtype=np.uint32))
             starts.append(np.array([at - 1]))

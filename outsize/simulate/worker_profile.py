@@ -44,9 +44,9 @@ class Profiled:
     here: tuple[int, ...]
     workers: int = 1
 
-    def build(self, device: str) -> tuple[Decoder, Mapping[str, Cut]]:
-        """The model, and how its parameters are cut."""
-        model = build(self.config, seed=0, device=device)
+    def build(self) -> tuple[Decoder, Mapping[str, Cut]]:
+        """The model, on the processor, and how its parameters are cut."""
+        model = build(self.config, seed=0)
         return model, divide(model, Lone(), self.plan, line=_Alike(self.workers, 0))
 
 
@@ -95,7 +95,6 @@ def durations(
     optimizer: Optimizer,
     clip: float | None,
     batch_of: Batches,
-    device: str = "cpu",
 ) -> Durations:
     """Median seconds by label and by stage of the plan, also of both gradients apart. NORM of a
     stage is its part of the whole model's; exchanges with others are left out.
@@ -103,7 +102,7 @@ def durations(
     batch_of: real rows, for their documents decide what attention costs.
     """
     chosen = profiled(plan, config)
-    (model, cuts), batch = chosen.build(device), batch_of(chosen.plan.rows)
+    (model, cuts), batch = chosen.build(), batch_of(chosen.plan.rows)
     times: dict[tuple[str, int], list[float]] = {}
     for apart in (False, True):
         each = replace(chosen.plan, split_backward=apart)
@@ -149,11 +148,10 @@ def work(
     config: DecoderConfig,
     optimizer: Optimizer,
     batch_of: Batches,
-    device: str = "cpu",
 ) -> Callable[[], object]:
     """A step of a microbatch like the plan's, on one worker; for what else has to be tried."""
     chosen = profiled(plan, config)
     short = replace(chosen.plan, rows=chosen.plan.microbatch_rows)
-    (model, cuts), batch = chosen.build(device), batch_of(short.rows)
+    (model, cuts), batch = chosen.build(), batch_of(short.rows)
     job = Job(NativeFlow(model, short), short, Recipe(optimizer), cuts=cuts)
     return lambda: job.step(batch, lr=0.0)

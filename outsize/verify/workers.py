@@ -23,9 +23,7 @@ from outsize.verify.verify import Verdict, judged, planned_runs
 REFUSED = 2  # the exit code of an OutsizeError
 
 
-def in_processes(
-    mesh: Mesh, make: Callable[[], Case], own: bool = True, device: str = "cpu"
-) -> Verdict | int:
+def in_processes(mesh: Mesh, make: Callable[[], Case], device: str = "cpu") -> Verdict | int:
     """The verdict of the first worker, or the exit code where the workers failed; why is on
     standard error then. make: the case, made in every worker; device: as the case has it, one each
     of an accelerator. This process must not have computed.
@@ -34,7 +32,7 @@ def in_processes(
     os.close(handle)
     path = Path(name)
     try:
-        code = run_here(mesh.size, lambda post: _work(post, mesh, make, own, path, device))
+        code = run_here(mesh.size, lambda post: _work(post, mesh, make, path, device))
         if code:
             return code
         found = pickle.loads(path.read_bytes())  # written by a child of this process
@@ -44,9 +42,7 @@ def in_processes(
         path.unlink(missing_ok=True)
 
 
-def _work(
-    post: Mailbox, mesh: Mesh, make: Callable[[], Case], own: bool, path: Path, device: str
-) -> int:
+def _work(post: Mailbox, mesh: Mesh, make: Callable[[], Case], path: Path, device: str) -> int:
     torch.set_num_threads(1)
     device = accelerator.take(judging(device, mesh.size), post.here, post.near)
     worker_group = enter(post, mesh, {"torch": torch.__version__}, device)
@@ -54,7 +50,7 @@ def _work(
     made = worker_group.in_turn("case", make)
     case = replace(_told(worker_group, made), device=device)
     worker_group.pulse.at("the plan's run")
-    runs = planned_runs(case, worker_group.world, own)
+    runs = planned_runs(case, worker_group.world)
     if worker_group.first:
         worker_group.pulse.at("the plain run")
         path.write_bytes(pickle.dumps(judged(case, runs)))

@@ -341,7 +341,7 @@ def test_durations_of_a_cut_vocabulary():
     )  # fmt: skip
     batch = batches(1, 4, SEQUENCE, VOCAB)[0]
     chosen = profiled(plan, config)
-    model, cuts = chosen.build("cpu")
+    model, cuts = chosen.build()
     assert (
         model.epilogue.head.weight.shape[0] == VOCAB // 2 == cuts["epilogue.head.weight"].local[0]
     )
