@@ -116,7 +116,7 @@ def sourced(techniques: Mapping[str, Any]) -> tuple[SourceKind, Any] | None:
 
 
 def detected(paths: tuple[str, ...], field: str) -> tuple[str, str, SourceFile] | None:
-    """The key of the source that the first record of some files is of, the name of its form, and
+    """The key of the source that the first object of some files is of, the name of its form, and
     the file; None for text, and for files that cannot be read, of which whoever reads them tells.
     field: a record that has it is text."""
     try:
@@ -124,7 +124,9 @@ def detected(paths: tuple[str, ...], field: str) -> tuple[str, str, SourceFile] 
             if file.kind == "text":
                 continue
             for _, record in records(file, lambda count: None):
-                if isinstance(record, dict) and isinstance(record.get(field), str):
+                if not isinstance(record, dict):  # nor read, or not known for what it is
+                    continue
+                if isinstance(record.get(field), str):
                     return None
                 found = ((key, kind.takes(record)) for key, kind in SOURCES.items())
                 return next(((key, form, file) for key, form in found if form), None)

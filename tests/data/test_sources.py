@@ -9,6 +9,7 @@ import pytest
 
 from outsize.data import records, sources, unpacked
 from outsize.data.files import find_files
+from outsize.data.source import detected
 from outsize.data.sources import ReadLog, read_documents
 from outsize.errors import OutsizeError
 
@@ -313,3 +314,14 @@ def test_reports_of_two_readings_add_up() -> None:
     both = one.plus(other)
     assert (both.bad, both.empty, both.cut, both.lost, both.unended) == (7, 2, 8, 6, 7)
     assert places(both) == ["a:1: x", "b:1: y"]
+
+
+def test_the_first_object_says_what_records_are(tmp_path: Path) -> None:
+    """Not a line before it that cannot be read, or is something else."""
+    chat = '{"messages": [{"role": "user", "content": "a"}]}\n'
+    for name, text in (("a", chat), ("b", '{"messages": [}\n\n"a"\n[1]\nnull\n' + chat)):
+        (tmp_path / f"{name}.jsonl").write_text(text)
+        found = detected((str(tmp_path / f"{name}.jsonl"),), "text")
+        assert found is not None and found[:2] == ("data.chat", "messages")
+    (tmp_path / "c.jsonl").write_text('[1]\n{"text": "a"}\n' + chat)
+    assert detected((str(tmp_path / "c.jsonl"),), "text") is None
