@@ -38,11 +38,13 @@ NOTHING = ActionCost({}, 0, Work())
 
 @dataclass(eq=False)
 class Tuned:
-    """Rehearsals of a decoder, by rows and workers of a tensor axis."""
+    """Rehearsals of a decoder, by rows and workers of a tensor axis. apart: its devices are none of
+    this processor's kind, which multiplies in a way of its own."""
 
     config: DecoderConfig
     sequence: int
     precision: Precision
+    apart: bool = True
     documents: tuple[tuple[int, ...], ...] = ()  # of a row that are rehearsed
     known: dict[int, Facts] = field(default_factory=dict)  # by workers of the tensor axis
     sizes: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # parameters, likewise
@@ -101,8 +103,9 @@ class Tuned:
 
     def _of(self, chosen: Sample, request: PlanRequest, bounds: tuple[int, ...]) -> Costs:
         makers = native_makers(chosen.config, request, bounds)
-        find = partial(rehearse, chosen.plan, *makers, (), request.ledger, PASSES, True)
-        return kept(Costs, (chosen.config, request.rehearsed, chosen.plan, bounds, PASSES), find)
+        find = partial(rehearse, chosen.plan, *makers, (), request.ledger, PASSES, self.apart)
+        about = chosen.config, request.rehearsed, chosen.plan, bounds, PASSES, self.apart
+        return kept(Costs, about, find)
 
     def parameters(self, tensor: int) -> list[tuple[int, int]]:
         """As Module has them: codes and what is held in float32 are as many as their bytes are."""
@@ -132,7 +135,7 @@ def tuned(
     """The shape of a decoder whose config says what is frozen, for the planner. precision: as
     catalogues call it. OutsizeError where it cannot be rehearsed."""
     kind = "float32" if precision == "fp32" else "bfloat16"
-    own = Tuned(config, sequence, Precision.named(kind))
+    own = Tuned(config, sequence, Precision.named(kind), cluster.groups[0].device.apart)
     left = dict(NEVER)
     widest = _widest(own, cluster.groups[0].node, left)
     if not own.parameters(1)[1][0]:

@@ -4,6 +4,7 @@ the runtime foretells of its own run, operations beside sums by hand."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from outsize.foresight.memory import HOSTED, workers
 from outsize.foresight.planning.layouts import STACK
 from outsize.foresight.planning.written import plan_of
 from outsize.foresight.shape import Shape
-from outsize.hardware import parse_spec
+from outsize.hardware import Cluster, parse_spec
 from outsize.models.config import DecoderConfig
 from outsize.models.families import parse
 from outsize.models.presets import PRESETS
@@ -49,15 +50,16 @@ def layout(devices: int = 1, rows: int = 2, batch: int = 16, **more: object) -> 
     return Layout(devices, rows, batch, TOKENS, STACK, sequence_parallel=False, **more)
 
 
-def foretold(sets: tuple[str, ...], lay: Layout) -> list[int]:
-    """Peaks of the stages as the runtime foretells its own run."""
+def foretold(sets: tuple[str, ...], lay: Layout, cluster: Cluster | None = None) -> list[int]:
+    """Peaks of the stages as the runtime foretells its own run, on 8 H100s by default."""
+    cluster = cluster or parse_spec("8xH100-SXM")
     precision = Precision.named("bfloat16")
     plan = plan_of(shape(*sets), lay)
     request = PlanRequest(
         lay.batch, TOKENS, precision, AdamW(), mesh=plan.mesh, shards=plan.shards,
         pipeline=plan.pipeline if lay.pipeline > 1 else None,
     )  # fmt: skip
-    made = predict(config(*sets), request, plan, parse_spec("8xH100-SXM").hardware())
+    made = predict(config(*sets), request, plan, cluster.hardware())
     return [one.peak for one in made.ranks] or [made.peak]
 
 
@@ -93,6 +95,16 @@ def test_operations_are_those_of_what_is_trained() -> None:
     played = shape(LAST).module.rehearsed(rows, 1, False)
     assert not played.backward[1].work.products
     assert not played.forward[1].allocates
+
+
+def test_a_processor_is_rehearsed_as_it_multiplies() -> None:
+    """What holds its states in the memory of its host is no other kind of device."""
+    cluster = parse_spec("8xH100-SXM")
+    (group,) = cluster.groups
+    here = replace(cluster, groups=(replace(group, device=replace(group.device, kind="cpu")),))
+    own, lay = tuned("tiny", config(LAST), TOKENS, "bf16", here), layout()
+    found = [one.tensors for one in workers(own, lay, HOSTED).values()]
+    assert found == foretold((LAST,), lay, here)
 
 
 # -- what a user asks ------------------------------------------------------------------------------
