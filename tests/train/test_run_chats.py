@@ -4,6 +4,7 @@ assistant's tokens, a run that died goes on bitwise, a bad line ends it before a
 from __future__ import annotations
 
 import json
+import math
 
 import chats
 import pytest
@@ -79,7 +80,7 @@ def loss_of(model, directory, records):
 
 def test_the_first_loss_is_that_of_transformers(runs, subject):
     keys, directory, model, records = subject
-    from outsize.data import SOURCES, DataConfig, TrainStream, open_data
+    from outsize.data import SOURCES, DataConfig, TrainStream, ValidationStream, open_data
     from outsize.techniques.data.chat import KEY, Chat
 
     config = DataConfig(
@@ -89,7 +90,8 @@ def test_the_first_loss_is_that_of_transformers(runs, subject):
     data = open_data(config).train
     rows = TrainStream(data, 0, 1, 128).rows_per_epoch
     del keys["data__chat"]  # the records say it
-    printed = runs.train(**keys | {"train__batch_tokens": 128 * rows, "train__steps": 1})
+    once = {"train__batch_tokens": 128 * rows, "train__steps": 1}
+    printed = runs.train(**keys | once | {"data__evaluation__path": keys["data__path"]})
     assert "chats.jsonl has chats (messages), which data.chat trains on as such" in printed
     assert "nothing is held out" not in printed
     few = runs.train(**keys | {"data__validation": 0.001, "output": runs.home / "few"})
@@ -98,6 +100,10 @@ def test_the_first_loss_is_that_of_transformers(runs, subject):
     assert f"data: 30 documents, {data.tokens:,} tokens ({share})" in printed
     (first,) = [one for one in read_metrics(runs.home / "run") if "loss" in one]
     assert first["loss"] == pytest.approx(loss_of(model, directory, records), rel=1e-10)
+    (held,) = [one for one in read_metrics(runs.home / "run") if "validation_loss" in one]
+    nats = held["validation_bits_per_byte"] * held["validation_bytes"] * math.log(2)
+    targets = sum(float(batch.weights_BS.sum()) for batch in ValidationStream(data, 1, 128))
+    assert held["validation_loss"] * targets == pytest.approx(nats, rel=1e-3)
     assert (runs.home / "run" / "step-00000001" / "chat_template.jinja").is_file()
 
 
