@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 
 class OutsizeError(ValueError):
     """Something the user can mend: the message is one line naming what, its value, what was
@@ -28,11 +30,12 @@ def counted(count: int, thing: str, form: str = "") -> str:
     return f"{count:{form}} {thing}{ending}"
 
 
-def nearest(name: str, known: list[str] | tuple[str, ...]) -> str:
-    """The ending "; did you mean 'x'?" for an unknown name, or a list of what there is."""
+def nearest(name: str, known: list[str] | tuple[str, ...], listed: Collection[str] = ()) -> str:
+    """The ending "; did you mean 'x'?" for an unknown name, or a list of what there is. listed:
+    what stands in the list, where all that is known were too long for a line."""
     import difflib
 
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if close:
         return f"; did you mean {close[0]!r}?"
-    return f"; known: {', '.join(sorted(known))}"
+    return f"; known: {', '.join(sorted(listed or known))}"

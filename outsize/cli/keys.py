@@ -25,8 +25,10 @@ def keys(name: str | None) -> None:
         assert name is not None
         if (ours := here(name)) is not None:
             raise OutsizeError(f"key {name!r} is not known; here it is {ours}")
-        sections = {key.rpartition(".")[0] for key in every} - {""}
-        raise OutsizeError(f"key {name!r} is not known{nearest(name, (*every, *sections))}")
+        sections = {key.rpartition(".")[0] for key in every} - {"", *every}
+        tops = {key.partition(".")[0] for key in every}
+        known = nearest(name, (*every, *sections), tops)
+        raise OutsizeError(f"key {name!r} is not known{known}")
     made = table("key", "default", "range", "meaning")
     for key in found:
         leaf = every[key]

@@ -42,6 +42,7 @@ def test_a_section_a_key_and_a_technique_are_listed_alone() -> None:
     [
         ("adapt.lorra", "did you mean 'adapt.lora"),
         ("trains", "did you mean 'train'?"),
+        ("bogus", "known: adafactor, adamw8bit, adapt, apollo, "),  # sections, not all keys
         ("gradient_accumulation_steps", "here it is plan.microbatch_rows"),
     ],
 )
