@@ -96,9 +96,11 @@ class Sampling:
 
 def _drawn(logits_V: Tensor, top: float, sampling: Sampling, part: float) -> int:
     """The same draw in one pass. top: the largest logit; part: of the whole."""
+    room_V = torch.empty(len(logits_V), dtype=torch.float64)
     found: int = native.loaded().outsize_draw(
         native.CODES[logits_V.dtype],
         logits_V.data_ptr(),
+        room_V.data_ptr(),
         len(logits_V),
         top,
         sampling.temperature,

@@ -7,7 +7,6 @@
 #include <cmath>
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <vector>
 
 #include "storage.h"
@@ -138,10 +137,8 @@ int64_t reached(const double* p, int64_t count, double part) {
 }
 
 template <class T>
-int64_t draw(const T* x, int64_t count, float top, double heat, int64_t k, double share,
+int64_t draw(const T* x, double* p, int64_t count, float top, double heat, int64_t k, double share,
              double part) {
-    const std::unique_ptr<double[]> held(new double[count]);
-    double* p = held.get();
     for (int64_t i = 0; i < count; ++i) p[i] = (double(wide(x[i])) - double(top)) / heat;
     if (k < count) {
         const double least = largest(p, count, k) - ALIKE;
@@ -161,13 +158,13 @@ int64_t draw(const T* x, int64_t count, float top, double heat, int64_t k, doubl
 
 extern "C" {
 
-// top: the largest logit, which is finite; k: tokens, share: of the probability that top_p leaves
-// out; part: of the whole, in [0, 1).
-int64_t outsize_draw(int dtype, const void* x, int64_t count, float top, double heat, int64_t k,
-                     double share, double part) {
+// p: room for as many numbers; top: the largest logit, which is finite; k: tokens; share: of the
+// probability that top_p leaves out; part: of the whole, in [0, 1).
+int64_t outsize_draw(int dtype, const void* x, double* p, int64_t count, float top, double heat,
+                     int64_t k, double share, double part) {
     if (dtype == 1)
-        return draw(static_cast<const bfloat16*>(x), count, top, heat, k, share, part);
-    return draw(static_cast<const float*>(x), count, top, heat, k, share, part);
+        return draw(static_cast<const bfloat16*>(x), p, count, top, heat, k, share, part);
+    return draw(static_cast<const float*>(x), p, count, top, heat, k, share, part);
 }
 
 }  // extern "C"

@@ -65,7 +65,7 @@ _SIGNATURES: dict[str, dict[str, Signature]] = {
         "cross_entropy": (c_double, (_I, _P, _P, _N, _F, _I, _N, _N, _I, _P)),
         "add": (None, (_I, _P, _P, _N, _I)),
         "greatest": (_N, (_I, _P, _N)),
-        "draw": (_N, (_I, _P, _N, _F, c_double, _N, c_double, c_double)),
+        "draw": (_N, (_I, _P, _P, _N, _F, c_double, _N, c_double, c_double)),
         "exponential": (None, (_P, _P, _N)),
         "checksum": (c_uint64, (_P, _N)),
         "attention": (None, (_I, *[_P] * 8, _N, _F, _F, _I)),

@@ -373,6 +373,6 @@ def _drawing(held: Held, sampler: Sampler) -> int:
         return in_grains(held.config.vocab * dtype.itemsize, held.grain)
     if not isinstance(sampler, Sampling):  # who knows what it keeps
         return held.config.vocab * (OTHERWISE + dtype.itemsize)
-    with Ledger() as ledger:
+    with torch.no_grad(), Ledger() as ledger:
         drawn(torch.linspace(0, _SPREAD, held.config.vocab).to(dtype), sampler, 0, False)
     return ledger.peak

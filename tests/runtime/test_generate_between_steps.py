@@ -12,6 +12,7 @@ import piped
 import pytest
 import torch
 from many import generate_many
+from mutants import with_list
 from plain import batches
 from streamed import memory, plan_of, resting
 from subjects import SEQUENCE, VOCAB
@@ -314,8 +315,9 @@ def test_a_program_of_groups_that_goes_on_too_early_is_refused() -> None:
         ),
         (1, [sample, *(a for a in last.workers[0] if a != sample)], "the last stage's logits"),
     ):
+        other = replace(program.worker(worker), workers=(tuple(mine),))
         with pytest.raises(OutsizeError, match=reason):
-            prove(changed(program, worker, mine))
+            prove(with_list(program, worker, other))
 
 
 def test_a_program_whose_worker_leaves_something_out_is_refused() -> None:
@@ -327,20 +329,12 @@ def test_a_program_whose_worker_leaves_something_out_is_refused() -> None:
         ((Kind.PREFILL, SEGMENTS - 1), "comes before the last stage's logits"),
         ((Kind.RECV, 2), "its input, the output of stage 2, was not produced"),
     ):
-        (actions,) = program.worker(1).workers
+        other = program.worker(1)
+        (actions,) = other.workers
         kept = tuple(a for a in actions if (a.kind, a.stage) != left_out)
         assert len(kept) < len(actions)
         with pytest.raises(OutsizeError, match=reason):
-            prove(changed(program, 1, kept))
-
-
-def changed(program: Program, rank: int, actions: Sequence[Action]) -> Program:
-    """The program in which one worker has another list, and no worker is a copy."""
-    which = list(program.which)
-    which[rank] = len(program.lists)
-    other = replace(program.worker(rank), workers=(tuple(actions),))
-    every = tuple(range(len(which)))
-    return replace(program, lists=(*program.lists, other), which=tuple(which), alike=every)
+            prove(with_list(program, 1, replace(other, workers=(kept,))))
 
 
 def programs(plan: Plan, kind: Kind, groups: int = 1, steps: int = 1) -> Program:

@@ -16,6 +16,7 @@ from mutants import (
     judged_evaluations,
     judged_tokens,
     refusal,
+    with_list,
 )
 from subjects import config_of
 
@@ -142,7 +143,7 @@ def test_one_worker_that_reduces_in_another_order_is_refused():
     actions.insert(places[1], one)
     other = replace(made, workers=(tuple(actions),))
     assert not refusal(replace(program, lists=(other,), which=(0, 0)))  # both the same: one order
-    assert "in its place; expected one order" in refusal(program.changed(1, other))
+    assert "in its place; expected one order" in refusal(with_list(program, 1, other))
 
 
 def test_two_lanes_of_a_worker_do_not_speak_to_the_same_workers(monkeypatch):
@@ -165,7 +166,7 @@ def test_what_is_computed_twice_or_nowhere_is_refused():
     assert "is on 2 workers" in refusal(replace(program, which=(0, 0)))
     role = replace(two.role, plays=two.role.plays - {(7, 3)})
     gone = [a for a in two.workers[0] if (a.stage, a.microbatch) != (7, 3)]
-    assert refusal(program.changed(1, replace(two, role=role, workers=(tuple(gone),))))
+    assert refusal(with_list(program, 1, replace(two, role=role, workers=(tuple(gone),))))
 
 
 def test_copies_are_proved_as_one_with_the_verdict_of_all():

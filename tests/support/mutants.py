@@ -126,10 +126,18 @@ def _changed(
     return made
 
 
+def with_list(program: Program, rank: int, schedule: Schedule) -> Program:
+    """The program in which one worker has another list, and no worker is a copy."""
+    which = list(program.which)
+    which[rank] = len(program.lists)
+    every = tuple(range(len(which)))
+    return replace(program, lists=(*program.lists, schedule), which=tuple(which), alike=every)
+
+
 def damaged(program: Program, rng: random.Random) -> Program:
     """A program in which one worker's list is mutated."""
     rank = rng.randrange(len(program.which))
-    return program.changed(rank, mutated(program.worker(rank), rng))
+    return with_list(program, rank, mutated(program.worker(rank), rng))
 
 
 def refusal(program: Program) -> str:
