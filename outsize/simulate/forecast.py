@@ -235,7 +235,7 @@ class _Place:
         if evaluation > peak:
             peak, kinds = evaluation, held
         return RankForecast(
-            tuple(stages), self.static, peak, kinds, received,
+            tuple(stages), self.static, in_grains(peak, costs.facts.grain), kinds, received,
             sum(table.numel for table in self.placement.chunks.tables), self.schedule,
             below(self.placement, spilled(self.schedule, costs)), evaluation,
         )  # fmt: skip
