@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outsize.errors import OutsizeError
@@ -77,14 +76,12 @@ def _limited(config: DecoderConfig, name: str, sets: tuple[str, ...]) -> Decoder
 
 def _config(name: str) -> DecoderConfig:
     """Of a preset, of a config.json or the directory that has one, or of a published model."""
-    from outsize.foresight.named import published, settings_in, shape_of
+    from outsize.foresight.named import config_at, published, settings_in, shape_of
     from outsize.models.families import parse
     from outsize.models.presets import PRESETS
 
-    path = Path(name)
-    if name and path.is_dir():
-        path = path / "config.json"
-    if path.suffix == ".json" or path.is_file():
+    path = config_at(name)
+    if path is not None:
         return parse(settings_in(path))
     if name.lower() not in published() and name in PRESETS:
         return parse(PRESETS[name])

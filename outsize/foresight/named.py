@@ -70,10 +70,8 @@ def is_factory(target: str | None) -> bool:
 def shape_of(name: str) -> Shape:
     """A shape from the name of a published model or a preset, a config.json, or a directory that
     has one. Raises OutsizeError with the nearest name, or naming what a file lacks."""
-    path = Path(name)
-    if name and path.is_dir():
-        path = path / "config.json"
-    if path.suffix == ".json" or path.is_file():
+    path = config_at(name)
+    if path is not None:
         return from_config(settings_in(path), str(path))
     if name.lower() in published():
         return read_shape(published()[name.lower()]["shape"], name)
@@ -166,6 +164,14 @@ def _value(values: Mapping[str, Any], names: tuple[str, ...], what: str) -> int 
             raise OutsizeError(f"{what}: {name} is {value!r}; expected a count")
         return value
     return None
+
+
+def config_at(name: str) -> Path | None:
+    """The config.json that a name is, or that a directory of it has; None where it is neither."""
+    path = Path(name)
+    if name and path.is_dir():
+        return path / "config.json"
+    return path if path.suffix == ".json" or path.is_file() else None
 
 
 def settings_in(path: Path) -> Mapping[str, Any]:
